@@ -1,0 +1,157 @@
+"""Matmuls of rows that are grouped by expert: the plain form, and the two of an MoE layer. References in jnp.
+
+Rows are sorted by group; group e has group_sizes[e] of them (int32, on device, any of them 0). Rows at and after
+sum(group_sizes) are padding: kernels neither read nor write them, the references return zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from qwenjax_ffi.activations import ActivationFormat, quantise_activations
+from qwenjax_ffi.weights import Weight, decode, select_layer
+
+# A block of rows is one small matmul of the reference. Larger blocks copy an expert's weights less often, smaller
+# ones waste less on the last, partly filled block of each expert.
+_MAX_BLOCK_ROWS = 128
+
+
+def grouped_gemm(
+    x: jax.Array,
+    group_sizes: jax.Array,
+    weight: Weight,
+    layer: jax.Array | int | None = None,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    activation_format: ActivationFormat = "model",
+) -> jax.Array:
+    """y[r] = weight[group of r] @ x[r], summed in float32.
+
+    x: [rows, in]; weight: [groups, out, in], or [layers, groups, out, in] with `layer` (int32 [1] or scalar).
+    Returns [rows, out] of `out_dtype` (default: x's dtype).
+    """
+    _check_groups(group_sizes, weight, layer, x.shape[1])
+    x = quantise_activations(x, activation_format)
+
+    def block(rows: jax.Array, group: jax.Array) -> jax.Array:
+        return _rows_times(x[rows], weight, layer, group)
+
+    return _by_blocks(block, x.shape[0], weight.shape[-2], group_sizes, out_dtype or x.dtype)
+
+
+def moe_gate_up(
+    x: jax.Array,
+    row_token: jax.Array,
+    group_sizes: jax.Array,
+    w13: Weight,
+    layer: jax.Array | int | None = None,
+    *,
+    activation_format: ActivationFormat = "model",
+) -> jax.Array:
+    """silu(gate) * up of each row's expert, with x gathered by row.
+
+    x: [tokens, in]; row_token: int32 [rows]; w13: [groups, 2 * width, in] or [layers, groups, 2 * width, in], gate
+    rows first. Returns [rows, width] of x's dtype; gate, up and their product are float32 until then.
+    """
+    _check_groups(group_sizes, w13, layer, x.shape[1])
+    x = quantise_activations(x, activation_format)
+
+    def block(rows: jax.Array, group: jax.Array) -> jax.Array:
+        gate, up = jnp.split(_rows_times(x[row_token[rows]], w13, layer, group), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    return _by_blocks(block, row_token.shape[0], w13.shape[-2] // 2, group_sizes, x.dtype)
+
+
+def moe_down(
+    h: jax.Array,
+    group_sizes: jax.Array,
+    w2: Weight,
+    row_weight: jax.Array,
+    layer: jax.Array | int | None = None,
+    *,
+    activation_format: ActivationFormat = "model",
+) -> jax.Array:
+    """The down projection of each row's expert, times the row's routing weight.
+
+    h: [rows, width]; w2: [groups, out, width] or [layers, groups, out, width]; row_weight: float32 [rows].
+    Returns [rows, out] of h's dtype, rounded once, after the weight.
+    """
+    _check_groups(group_sizes, w2, layer, h.shape[1])
+    h = quantise_activations(h, activation_format)
+
+    def block(rows: jax.Array, group: jax.Array) -> jax.Array:
+        return _rows_times(h[rows], w2, layer, group) * row_weight[rows][:, None]
+
+    return _by_blocks(block, h.shape[0], w2.shape[-2], group_sizes, h.dtype)
+
+
+def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
+    """Each token's rows, summed in float32 in the order of its choices; zeros for a token without rows.
+
+    rows: [rows, features]; token_rows: int32 [tokens, top_k], -1 for none. Returns float32 [tokens, features].
+    """
+
+    def add(choice: int, total: jax.Array) -> jax.Array:
+        row = token_rows[:, choice]
+        # where, not a product with 0: a padding row may hold NaN.
+        return total + jnp.where((row >= 0)[:, None], rows[jnp.maximum(row, 0)].astype(jnp.float32), 0.0)
+
+    start = jnp.zeros((token_rows.shape[0], rows.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, token_rows.shape[1], add, start)
+
+
+def _check_groups(group_sizes: jax.Array, weight: Weight, layer: jax.Array | int | None, features: int) -> None:
+    dims = 3 if layer is None else 4
+    if weight.ndim != dims:
+        raise ValueError(f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes")
+    if weight.shape[-1] != features:
+        raise ValueError(f"weight contracts {weight.shape[-1]} features, the rows have {features}")
+    if group_sizes.shape != (weight.shape[-3],) or group_sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; it must be int32[{weight.shape[-3]}]"
+        )
+
+
+def _rows_times(x: jax.Array, weight: Weight, layer: jax.Array | int | None, group: jax.Array) -> jax.Array:
+    """x [rows, in] times one group's matrix, as float32 [rows, out]."""
+    stack = weight if layer is None else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weight)
+    index = group if layer is None else jnp.asarray(layer, jnp.int32).reshape(()) * weight.shape[1] + group
+    matrix = decode(select_layer(stack, index), x.dtype)
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _by_blocks(
+    block: Callable[[jax.Array, jax.Array], jax.Array],
+    num_rows: int,
+    width: int,
+    group_sizes: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Runs `block(rows int32 [block], group) -> float32 [block, width]` over blocks of rows of one group each.
+
+    Work grows with the rows and the groups that have any, not with their product, as a masked or a
+    `jax.lax.ragged_dot` reference would on a CPU.
+    """
+    groups = group_sizes.shape[0]
+    size = 1
+    while size < min(_MAX_BLOCK_ROWS, num_rows / groups):
+        size *= 2
+    ends = jnp.cumsum(group_sizes)
+    blocks_end = jnp.cumsum((group_sizes + size - 1) // size)
+
+    def step(index: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(blocks_end, index, side="right").astype(jnp.int32)
+        first_block = jnp.where(group > 0, blocks_end[group - 1], 0)
+        start = ends[group] - group_sizes[group] + (index - first_block) * size
+        rows = start + jnp.arange(size, dtype=jnp.int32)
+        inside = rows < ends[group]
+        y = jnp.where(inside[:, None], block(jnp.minimum(rows, num_rows - 1), group), 0.0)
+        # Zeros written past a group's end are written over by the next group's first block.
+        return jax.lax.dynamic_update_slice(out, y.astype(dtype), (start, 0))
+
+    out = jax.lax.fori_loop(0, blocks_end[-1], step, jnp.zeros((num_rows + size, width), dtype))
+    return out[:num_rows]

@@ -1,0 +1,57 @@
+"""Which tokens go to which experts, and the rows of a rank's experts in the order its matmuls want."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def top_k_experts(logits: jax.Array, top_k: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
+    """Qwen3-MoE's router: softmax over all experts in float32, then the top k.
+
+    logits: float32 [tokens, experts]. Returns weights float32 [tokens, top_k], divided by their sum where
+    `normalise`, and ids int32 [tokens, top_k]. Ties go to the lowest id; a token's ids are distinct whatever the
+    logits are (NaN, infinite, all equal).
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, ids = jax.lax.top_k(probabilities, top_k)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, ids.astype(jnp.int32)
+
+
+class ExpertRows(NamedTuple):
+    """The (token, choice) pairs of some consecutive experts, sorted by expert; within one, by token.
+
+    row_token: int32 [tokens * top_k], the token of each row. group_sizes: int32 [experts], rows of each expert; rows
+    at and after their sum are padding, never written and never read. row_choice: int32 [tokens * top_k], the
+    position of each row in ids.reshape(-1). token_rows: int32 [tokens, top_k], the row of each pair, -1 where its
+    expert is not among these.
+    """
+
+    row_token: jax.Array
+    group_sizes: jax.Array
+    row_choice: jax.Array
+    token_rows: jax.Array
+
+
+def sort_rows(ids: jax.Array, first_expert: jax.Array | int, num_experts: int) -> ExpertRows:
+    """The rows of experts first_expert to first_expert + num_experts - 1.
+
+    ids: int32 [tokens, top_k]; -1 marks a pair that goes nowhere (padding).
+    """
+    tokens, top_k = ids.shape
+    local = ids.reshape(-1) - first_expert
+    here = (ids.reshape(-1) >= 0) & (local >= 0) & (local < num_experts)
+    group = jnp.where(here, local, num_experts)
+    order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+    sizes = jnp.zeros(num_experts + 1, jnp.int32).at[group].add(1)[:num_experts]
+    return ExpertRows(
+        row_token=order // top_k,
+        group_sizes=sizes,
+        row_choice=order,
+        token_rows=jnp.where(here, rank, -1).reshape(tokens, top_k),
+    )

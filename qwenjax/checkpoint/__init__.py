@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: safetensors files and folders of them."""

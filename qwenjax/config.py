@@ -1,0 +1,281 @@
+"""ModelConfig: what a Hugging Face config.json says about a Qwen3-MoE model, checked and typed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPE = "qwen3_moe"
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+
+# Fields of config.json that say nothing about inference, or that other modules read (token ids, quantisation).
+_NOT_THE_MODEL = frozenset(
+    """architectures attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range
+    is_encoder_decoder label2id max_window_layers name_or_path _name_or_path output_attentions output_hidden_states
+    output_router_logits pad_token_id problem_type quantization_config return_dict router_aux_loss_coef sliding_window
+    transformers_version use_cache""".split()
+)
+
+
+class ConfigError(ValueError):
+    """A config.json that cannot be served: the message names the field, its value and what would do."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: plain, or YaRN (Peng et al. 2023, arXiv:2309.00071).
+
+    theta: base of the inverse frequencies. The other fields are YaRN's; `factor` is used as configured, never
+    derived from the context length. attention_factor multiplies cos and sin.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position_embeddings: int = 0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Qwen3-MoE model; names are config.json's. Sizes are in elements, layers counted from 0."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    # How the files are stored, not what the model is: two models that differ in it alone are equal.
+    quantization: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with experts (transformers' Qwen3MoeDecoderLayer has the rule)."""
+        return tuple(
+            layer
+            for layer in range(self.num_hidden_layers)
+            if layer not in self.mlp_only_layers
+            and self.num_experts > 0
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with one plain SwiGLU MLP of intermediate_size."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.sparse_layers)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Reads FOLDER/config.json. Raises ConfigError where it is missing, not JSON, or not a model we serve."""
+        path = Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file; a checkpoint folder holds its model's config.json") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: holds a JSON {type(raw).__name__}, not an object")
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """From config.json's content, in the layout of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+
+        Raises ConfigError for a model, rope or activation we do not serve, for values that are out of range and
+        for two that contradict each other. Fields we do not know are named in one warning.
+        """
+        fields = _Fields(raw)
+        model_type = fields.take("model_type", str)
+        if model_type != MODEL_TYPE:
+            raise ConfigError(f"model_type is {model_type!r}; qwenjax serves {MODEL_TYPE!r}")
+        hidden_act = fields.take("hidden_act", str, "silu")
+        if hidden_act != "silu":
+            raise ConfigError(f"hidden_act is {hidden_act!r}; Qwen3-MoE's experts are SwiGLU, 'silu'")
+        if fields.take("use_sliding_window", bool, False):
+            raise ConfigError("use_sliding_window is true; qwenjax attends to the whole context: set it to false")
+        hidden_size = fields.take("hidden_size", int)
+        heads = fields.take("num_attention_heads", int)
+        max_positions = fields.take("max_position_embeddings", int)
+        config = cls(
+            vocab_size=fields.take("vocab_size", int),
+            hidden_size=hidden_size,
+            num_hidden_layers=fields.take("num_hidden_layers", int),
+            num_attention_heads=heads,
+            num_key_value_heads=fields.take("num_key_value_heads", int, heads),
+            head_dim=fields.take("head_dim", int, hidden_size // max(heads, 1)),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=fields.take("rms_norm_eps", float, 1e-6),
+            rope=_rope(fields, max_positions),
+            intermediate_size=fields.take("intermediate_size", int, 0),
+            moe_intermediate_size=fields.take("moe_intermediate_size", int, 0),
+            num_experts=fields.take_either("num_experts", "num_local_experts", int, 0),
+            num_experts_per_tok=fields.take("num_experts_per_tok", int, 0),
+            norm_topk_prob=fields.take("norm_topk_prob", bool, False),
+            decoder_sparse_step=fields.take("decoder_sparse_step", int, 1),
+            mlp_only_layers=tuple(fields.take("mlp_only_layers", list, [])),
+            tie_word_embeddings=fields.take("tie_word_embeddings", bool, False),
+            attention_bias=fields.take("attention_bias", bool, False),
+            dtype=fields.take_either("dtype", "torch_dtype", str, "bfloat16").removeprefix("torch."),
+            quantization=raw.get("quantization_config"),
+        )
+        config.check()
+        unknown = sorted(set(raw) - fields.taken - _NOT_THE_MODEL)
+        if unknown:
+            logger.warning("config.json has fields that qwenjax does not know and leaves out: %s", ", ".join(unknown))
+        return config
+
+    def check(self) -> None:
+        """Raises ConfigError for values that are out of range or contradict each other."""
+        sparse, dense = bool(self.sparse_layers), bool(self.dense_layers)
+        positive = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+        positive += ["head_dim", "max_position_embeddings", "rms_norm_eps", "decoder_sparse_step"]
+        positive += ["moe_intermediate_size", "num_experts_per_tok"] if sparse else []
+        positive += ["intermediate_size"] if dense else []
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if sparse and self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is above num_experts {self.num_experts}"
+            )
+        for layer in self.mlp_only_layers:
+            if not isinstance(layer, int) or not 0 <= layer < self.num_hidden_layers:
+                raise ConfigError(
+                    f"mlp_only_layers names layer {layer!r}; the layers are 0 to {self.num_hidden_layers - 1}"
+                )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it may be {', '.join(DTYPES)}")
+
+
+def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
+    scaling, parameters = fields.take("rope_scaling", dict, {}), fields.take("rope_parameters", dict, {})
+    if scaling and parameters and scaling != parameters:
+        raise ConfigError(f"rope_scaling {scaling} and rope_parameters {parameters} contradict each other")
+    inner = _Fields(parameters or scaling, "rope_parameters." if parameters else "rope_scaling.")
+    rope_type = inner.take_either("rope_type", "type", str, "default")
+    theta = _agree("rope_theta", fields.take("rope_theta", float, None), inner.take("rope_theta", float, None), 1e4)
+    partial = _agree(
+        "partial_rotary_factor",
+        fields.take("partial_rotary_factor", float, None),
+        inner.take("partial_rotary_factor", float, None),
+        1.0,
+    )
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor is {partial}; Qwen3-MoE rotates whole heads, 1.0")
+    if not theta > 0:
+        raise ConfigError(f"rope_theta is {theta}; it must be above 0")
+    if rope_type == "default":
+        rope = RopeConfig(theta)
+    elif rope_type == "yarn":
+        rope = _yarn(fields, inner, theta, max_positions)
+    else:
+        raise ConfigError(f"rope type is {rope_type!r}; qwenjax has 'default' and 'yarn'")
+    if unknown := sorted(set(inner.raw) - inner.taken):
+        raise ConfigError(f"{inner.where}{unknown[0]} is not a setting of rope type {rope_type!r}")
+    return rope
+
+
+def _yarn(fields: _Fields, inner: _Fields, theta: float, max_positions: int) -> RopeConfig:
+    factor = inner.take("factor", float)
+    if not factor >= 1:
+        raise ConfigError(f"{inner.where}factor is {factor}; YaRN stretches the context by a factor of 1 or more")
+    attention_factor = inner.take("attention_factor", float, None)
+    mscale, mscale_all = inner.take("mscale", float, 0.0), inner.take("mscale_all_dim", float, 0.0)
+    if attention_factor is None:
+        # YaRN, equation 22: 0.1 ln(s) + 1; with both mscales the ratio of the two, as DeepSeek's configs mean it.
+        attention_factor = _mscale(factor, 1.0)
+        if mscale and mscale_all:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    original = _agree(
+        "original_max_position_embeddings",
+        fields.take("original_max_position_embeddings", int, None),
+        inner.take("original_max_position_embeddings", int, None),
+        max_positions,
+    )
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        attention_factor=attention_factor,
+        beta_fast=inner.take("beta_fast", float, 32.0),
+        beta_slow=inner.take("beta_slow", float, 1.0),
+        original_max_position_embeddings=original,
+        truncate=inner.take("truncate", bool, True),
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _agree(name: str, first: Any, second: Any, default: Any) -> Any:
+    """The value that two places give for one setting; the default where neither does."""
+    if first is not None and second is not None and first != second:
+        raise ConfigError(f"{name} is given twice, as {first} and as {second}")
+    return first if first is not None else second if second is not None else default
+
+
+_REQUIRED = object()
+
+
+class _Fields:
+    """Takes typed fields out of a JSON object and remembers which were taken."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
+        self.raw, self.where, self.taken = raw, where, set[str]()
+
+    def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        self.taken.add(name)
+        value = self.raw.get(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise ConfigError(f"{self.where}{name} is missing")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if kind is int and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not kind:
+            raise ConfigError(f"{self.where}{name} is {value!r}; it must be of type {kind.__name__}")
+        return value
+
+    def take_either(self, name: str, other: str, kind: type, default: Any) -> Any:
+        """One setting under either of two names; both may be there where they agree."""
+        first, second = self.take(name, kind, None), self.take(other, kind, None)
+        if first is not None and second is not None and first != second:
+            raise ConfigError(f"{self.where}{name} is {first!r} and {self.where}{other} is {second!r}: which is it?")
+        return first if first is not None else second if second is not None else default

@@ -1,0 +1,241 @@
+"""Qwen3-MoE in Flax NNX, as per-rank code: everything here runs under one shard_map over the (data, model) mesh.
+
+Weights of all layers are stacked, [layers, ...], and one loop runs over them, so that a program's size does not grow
+with depth and a kernel can take the stack and a layer index. Matrices are [out, in], as in checkpoints.
+The model follows transformers' Qwen3MoeForCausalLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from qwenjax.cache import AttentionContext
+from qwenjax.config import DTYPES, ModelConfig
+from qwenjax.mesh import DATA, MODEL, check_divides
+from qwenjax.rope import cos_sin, inverse_frequencies, rotate
+from qwenjax_ffi.collectives import all_reduce
+from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
+from qwenjax_ffi.linear import linear
+from qwenjax_ffi.norm import rms_norm
+from qwenjax_ffi.routing import top_k_experts
+
+Context = TypeVar("Context", bound=AttentionContext)
+
+_INIT_STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
+
+
+class Parameters:
+    """Makes the parameters of a module: random matrices and unit norms, each with the PartitionSpec of its axes."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.rngs, self.dtype = rngs, dtype
+
+    def matrix(self, shape: tuple[int, ...], *spec: Any) -> nnx.Param:
+        value = jax.random.normal(self.rngs.params(), shape, self.dtype) * jnp.asarray(_INIT_STDDEV, self.dtype)
+        return nnx.Param(value, spec=PartitionSpec(*spec))
+
+    def ones(self, *shape: int) -> nnx.Param:
+        return nnx.Param(jnp.ones(shape, self.dtype), spec=PartitionSpec())
+
+    def zeros(self, shape: tuple[int, ...], *spec: Any) -> nnx.Param:
+        return nnx.Param(jnp.zeros(shape, self.dtype), spec=PartitionSpec(*spec))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of all layers, query and output split by head over the model ranks.
+
+    Where there are more model ranks than kv heads, k_proj and v_proj are on every rank and each computes the one head
+    that its query heads share.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, make: Parameters) -> None:
+        layers, hidden, head_dim = config.num_hidden_layers, config.hidden_size, config.head_dim
+        q_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        ranks = mesh.shape[MODEL]
+        split_kv = MODEL if config.num_key_value_heads % ranks == 0 else None
+        self.eps, self.head_dim = config.rms_norm_eps, head_dim
+        self.ranks_per_kv_head = 1 if split_kv else ranks // config.num_key_value_heads
+        self.q_proj = make.matrix((layers, q_width, hidden), None, MODEL)
+        self.k_proj = make.matrix((layers, kv_width, hidden), None, split_kv)
+        self.v_proj = make.matrix((layers, kv_width, hidden), None, split_kv)
+        self.o_proj = make.matrix((layers, hidden, q_width), None, None, MODEL)
+        self.q_norm, self.k_norm = make.ones(layers, head_dim), make.ones(layers, head_dim)
+        bias = config.attention_bias
+        self.q_bias = make.zeros((layers, q_width), None, MODEL) if bias else nnx.data(None)
+        self.k_bias = make.zeros((layers, kv_width), None, split_kv) if bias else nnx.data(None)
+        self.v_bias = make.zeros((layers, kv_width), None, split_kv) if bias else nnx.data(None)
+        self.o_bias = make.zeros((layers, hidden)) if bias else nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        layer: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        context: Context,
+        epochs: jax.Array,
+    ) -> tuple[jax.Array, Context, jax.Array]:
+        q = self._heads(linear(x, self.q_proj[...], layer, _value(self.q_bias)))
+        k = self._kv_heads(linear(x, self.k_proj[...], layer, _value(self.k_bias)))
+        v = self._kv_heads(linear(x, self.v_proj[...], layer, _value(self.v_bias)))
+        q = rotate(rms_norm(q, self.q_norm[layer], self.eps), *rotary)
+        k = rotate(rms_norm(k, self.k_norm[layer], self.eps), *rotary)
+        out, context = context.attend(q, k, v, layer)
+        out, epochs = all_reduce(linear(out.reshape(*x.shape[:2], -1), self.o_proj[...], layer), MODEL, epochs)
+        return out if self.o_bias is None else out + self.o_bias[layer], context, epochs
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def _kv_heads(self, x: jax.Array) -> jax.Array:
+        if self.ranks_per_kv_head == 1:
+            return self._heads(x)
+        head = jax.lax.axis_index(MODEL) // self.ranks_per_kv_head
+        return jax.lax.dynamic_slice_in_dim(self._heads(x), head, 1, axis=2)
+
+
+class SparseExperts(nnx.Module):
+    """The MoE layers: router on every rank, experts spread over all ranks of the mesh."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, make: Parameters) -> None:
+        layers, hidden, width = len(config.sparse_layers), config.hidden_size, config.moe_intermediate_size
+        experts, ranks = config.num_experts, (DATA, MODEL)
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.data_ranks, self.model_ranks = mesh.shape[DATA], mesh.shape[MODEL]
+        self.router = make.matrix((layers, experts, hidden))
+        self.w13 = make.matrix((layers, experts, 2 * width, hidden), None, ranks)
+        self.w2 = make.matrix((layers, experts, hidden, width), None, ranks)
+
+    def __call__(
+        self, x: jax.Array, valid: jax.Array, index: jax.Array, epochs: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x: [batch, tokens, hidden]; valid: bool [batch, tokens], false for padding; index: among the MoE layers."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = linear(tokens, self.router[...], index, out_dtype=jnp.float32)
+        weights, ids = top_k_experts(logits, self.top_k, self.norm_topk_prob)
+        ids = jnp.where(valid.reshape(-1, 1), ids, -1)
+        experts = ExpertWeights(self.w13[...], self.w2[...], index)
+        if self.data_ranks == 1:
+            out, epochs = moe_replicated_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs)
+        elif self.model_ranks == 1:
+            out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs)
+        else:
+            everyone = [jax.lax.all_gather(a, DATA, tiled=True) for a in (tokens, ids, weights)]
+            total, epochs = moe_replicated_tokens(*everyone, experts, (DATA, MODEL), epochs)
+            start = jax.lax.axis_index(DATA) * tokens.shape[0]
+            out = jax.lax.dynamic_slice_in_dim(total, start, tokens.shape[0])
+        return out.reshape(x.shape), epochs
+
+
+class DenseMLP(nnx.Module):
+    """The layers without experts: one SwiGLU MLP, its width split over the model ranks."""
+
+    def __init__(self, config: ModelConfig, make: Parameters) -> None:
+        layers, hidden, width = len(config.dense_layers), config.hidden_size, config.intermediate_size
+        self.gate_proj = make.matrix((layers, width, hidden), None, MODEL)
+        self.up_proj = make.matrix((layers, width, hidden), None, MODEL)
+        self.down_proj = make.matrix((layers, hidden, width), None, None, MODEL)
+
+    def __call__(self, x: jax.Array, index: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [batch, tokens, hidden]; index: among the dense layers."""
+        gate = linear(x, self.gate_proj[...], index, out_dtype=jnp.float32)
+        up = linear(x, self.up_proj[...], index, out_dtype=jnp.float32)
+        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return all_reduce(linear(hidden, self.down_proj[...], index), MODEL, epochs)
+
+
+class Qwen3Moe(nnx.Module):
+    """The whole model. Parameters have the shapes of the whole mesh outside shard_map and of one rank inside."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, rngs: nnx.Rngs, dtype: jnp.dtype | None = None) -> None:
+        """Random parameters of `dtype` (default: the config's). Raises MeshError where the mesh does not fit."""
+        check_divides(config, mesh)
+        make = Parameters(rngs, jnp.dtype(dtype or DTYPES[config.dtype]))
+        # A vocabulary that the model ranks do not divide is kept whole on each.
+        self.split_vocab = mesh.shape[MODEL] > 1 and config.vocab_size % mesh.shape[MODEL] == 0
+        vocab_axis = MODEL if self.split_vocab else None
+        self.config = config
+        self.embed_tokens = make.matrix((config.vocab_size, config.hidden_size), vocab_axis)
+        self.input_norm = make.ones(config.num_hidden_layers, config.hidden_size)
+        self.attention = Attention(config, mesh, make)
+        self.post_attention_norm = make.ones(config.num_hidden_layers, config.hidden_size)
+        self.experts = SparseExperts(config, mesh, make) if config.sparse_layers else nnx.data(None)
+        self.mlp = DenseMLP(config, make) if config.dense_layers else nnx.data(None)
+        self.norm = make.ones(config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = nnx.data(None) if tied else make.matrix((config.vocab_size, config.hidden_size), vocab_axis)
+
+    def __call__(
+        self, tokens: jax.Array, context: Context, epochs: jax.Array
+    ) -> tuple[jax.Array, Context, jax.Array]:
+        """Runs tokens at their context's positions.
+
+        tokens: int32 [batch, tokens] of this data rank; epochs: int32 [1], see qwenjax_ffi.collectives.
+        Returns the last layer's normalised hidden states [batch, tokens, hidden], the context and the epochs.
+        """
+        config = self.config
+        frequencies = inverse_frequencies(config.rope, config.head_dim)
+        rotary = cos_sin(context.positions, frequencies, config.rope.attention_factor)
+        valid = context.positions >= 0
+        is_sparse = np.isin(np.arange(config.num_hidden_layers), config.sparse_layers)
+        index_in_stack = jnp.asarray(np.where(is_sparse, np.cumsum(is_sparse), np.cumsum(~is_sparse)) - 1, jnp.int32)
+
+        def feed_forward(x: jax.Array, layer: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            index = index_in_stack[layer]
+            if self.mlp is None:
+                return self.experts(x, valid, index, epochs)
+            if self.experts is None:
+                return self.mlp(x, index, epochs)
+            return jax.lax.cond(
+                jnp.asarray(is_sparse)[layer],
+                lambda: self.experts(x, valid, index, epochs),
+                lambda: self.mlp(x, index, epochs),
+            )
+
+        def block(layer: jax.Array, carry: tuple[jax.Array, Context, jax.Array]) -> tuple[jax.Array, Context, jax.Array]:
+            x, context, epochs = carry
+            normed = rms_norm(x, self.input_norm[layer], config.rms_norm_eps)
+            out, context, epochs = self.attention(normed, layer, rotary, context, epochs)
+            x = x + out
+            normed = rms_norm(x, self.post_attention_norm[layer], config.rms_norm_eps)
+            out, epochs = feed_forward(normed, layer, epochs)
+            return x + out, context, epochs
+
+        carry = (self._embed(tokens), context, epochs)
+        x, context, epochs = jax.lax.fori_loop(0, config.num_hidden_layers, block, carry)
+        return rms_norm(x, self.norm[...], config.rms_norm_eps), context, epochs
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [..., vocab] of normalised hidden states [..., hidden], the same on every model rank."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        local = linear(hidden, head[...], out_dtype=jnp.float32)
+        return jax.lax.all_gather(local, MODEL, axis=local.ndim - 1, tiled=True) if self.split_vocab else local
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        table = self.embed_tokens[...]
+        if not self.split_vocab:
+            return table[tokens]
+        local = tokens - jax.lax.axis_index(MODEL) * table.shape[0]
+        here = (local >= 0) & (local < table.shape[0])
+        # One rank has the row and the others add zeros, which is exact.
+        return jax.lax.psum(jnp.where(here[..., None], table[local], 0), MODEL)
+
+
+def _value(parameter: nnx.Param | None) -> jax.Array | None:
+    return None if parameter is None else parameter[...]
+
+
+def abstract_model(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and the shapes of its parameters, without making any."""
+    model = nnx.eval_shape(lambda: Qwen3Moe(config, mesh, rngs=nnx.Rngs(0), dtype=dtype))
+    return nnx.split(model)
+
+
+def partition_specs(state: nnx.State) -> Any:
+    """The state's tree with a PartitionSpec in place of every parameter."""
+    return jax.tree.map(lambda p: p.get_metadata("spec"), state, is_leaf=lambda p: isinstance(p, nnx.Variable))

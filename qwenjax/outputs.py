@@ -1,0 +1,83 @@
+"""What a request returns, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One id's natural-log probability under the model's unprocessed logits.
+
+    rank: 1 for the most likely id; ids of equal probability share a rank.
+    decoded_token: the id's text by itself; bytes that make no whole character are shown as U+FFFD.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's `n` outputs, complete or so far.
+
+    index: which of the n. text: the output's text, without the prompt. token_ids: every id drawn, the one
+    that ended the output included.
+    logprobs: per output token, {id: Logprob} with the drawn id first; None where not asked for.
+    cumulative_logprob: the sum of the drawn ids' log-probabilities; None where logprobs were not asked for.
+    finish_reason: "stop" (EOS, stop id or stop string), "length" (max_tokens or the context's end), "abort",
+    or None while the output grows. stop_reason: the stop string or stop id that ended it; None for EOS.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """A request's times in seconds on the monotonic clock; None for what has not happened yet.
+
+    arrival: accepted. first_scheduled: its prefill began. first_token: its first token was seen by the host.
+    finished: its last output ended.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclass
+class RequestOutput:
+    """A request's outputs, complete or so far.
+
+    prompt: the text, or None where ids were given. prompt_logprobs: per prompt token, {id: Logprob} with the
+    prompt's id first; the first token has None, since nothing precedes it; None where not asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = False
+    metrics: RequestMetrics | None = None

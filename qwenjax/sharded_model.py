@@ -1,0 +1,81 @@
+"""A model whose parameters lie on a mesh, and the way to run per-rank code on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from qwenjax.config import ModelConfig
+from qwenjax.mesh import DATA, MODEL
+from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
+
+EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # one count a rank, see qwenjax_ffi.collectives
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """Structure (graphdef) and parameters (state, sharded over `mesh`) of a Qwen3Moe."""
+
+    config: ModelConfig
+    mesh: Mesh
+    graphdef: nnx.GraphDef
+    state: nnx.State
+
+    def epochs(self) -> jax.Array:
+        """Fresh collective counters, int32 [ranks], one on each rank."""
+        return jax.device_put(jnp.zeros(self.mesh.size, jnp.int32), NamedSharding(self.mesh, EPOCHS_SPEC))
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements in all parameters, as the checkpoint counts them."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state))
+
+
+def on_ranks(
+    graphdef: nnx.GraphDef, mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`function(model, *args)`, per-rank code, as a function of (state, *args) over the whole mesh.
+
+    in_specs are those of args. The state is an argument of the program to jit, never closed over: its arrays would
+    become constants.
+    """
+
+    def whole(state: nnx.State, *args: Any) -> Any:
+        def per_rank(state: nnx.State, *args: Any) -> Any:
+            return function(nnx.merge(graphdef, state), *args)
+
+        specs = (partition_specs(state), *in_specs)
+        # check_vma: the model's own collectives make replicated values that the checker cannot prove to be.
+        ranks = jax.shard_map(per_rank, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return ranks(state, *args)
+
+    return whole
+
+
+def shardings(model_state: nnx.State, mesh: Mesh) -> Any:
+    """The state's tree with a NamedSharding in place of every parameter."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        partition_specs(model_state),
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+
+
+def random_model(config: ModelConfig, mesh: Mesh, seed: int = 0, dtype: jnp.dtype | None = None) -> ShardedModel:
+    """A model of random weights, made on the mesh: for benchmarks, tests and training from scratch.
+
+    Raises MeshError where the model does not divide over the mesh.
+    """
+    graphdef, abstract = abstract_model(config, mesh, dtype)
+
+    def init(key: jax.Array) -> nnx.State:
+        return nnx.state(Qwen3Moe(config, mesh, rngs=nnx.Rngs(key), dtype=dtype))
+
+    state = jax.jit(init, out_shardings=shardings(abstract, mesh))(jax.random.key(seed))
+    return ShardedModel(config, mesh, graphdef, state)
