@@ -1,0 +1,36 @@
+"""The devices that tests run on: eight fake CPU devices, or this machine's GPUs where the run selects `-m gpu`."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+FAKE_CPU_DEVICES = 8
+
+
+def selects_gpu(mark_expression: str) -> bool:
+    """Whether a `-m` expression asks for the tests marked gpu: "gpu", "slow and gpu", but not "not gpu"."""
+    return re.search(r"(?<!not )\bgpu\b", mark_expression) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before the first import of JAX by any test: backends read both settings when they start, and only then.
+    gpu = selects_gpu(config.option.markexpr)
+    if not gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", FAKE_CPU_DEVICES)
+    if gpu and jax.default_backend() != "gpu":
+        raise pytest.UsageError("-m gpu: JAX sees no NVIDIA GPU here; install the cuda12 or cuda13 extra")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Reached only by a run that selects every test, such as -m "": the default deselects these.
+    if not selects_gpu(config.option.markexpr):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="GPU tests run with -m gpu"))
