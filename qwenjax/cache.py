@@ -55,7 +55,8 @@ class AttentionContext(Protocol):
     positions: int32 [batch, tokens], -1 for padding.
     """
 
-    positions: jax.Array
+    @property
+    def positions(self) -> jax.Array: ...
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> tuple[jax.Array, Self]:
         """Attention of q [batch, tokens, q_heads, head_dim] over k and v [batch, tokens, kv_heads, head_dim] and what

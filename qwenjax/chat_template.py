@@ -64,14 +64,11 @@ class ChatTemplate:
             if not isinstance(message, Mapping):
                 raise ValueError(f"messages holds {message!r}; a message is a dict with role and content")
         plain = [{k: _plain("messages", v) for k, v in message.items() if v is not None} for message in messages]
+        visible = _plain("chat_template_kwargs", variables)
+        visible |= {"messages": plain, "tools": _plain("tools", tools), "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                **_plain("chat_template_kwargs", variables),
-                messages=plain,
-                tools=_plain("tools", tools),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
+            return self._template.render(visible)
+        except Exception as error:  # a template can raise whatever its expressions can
             raise ValueError(f"chat template: {error}") from error
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,30 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float
 
 # Fields of config.json that say nothing about inference, or that other modules read (token ids, quantisation).
 _NOT_THE_MODEL = frozenset(
-    """architectures attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range
-    is_encoder_decoder label2id max_window_layers name_or_path _name_or_path output_attentions output_hidden_states
-    output_router_logits pad_token_id problem_type quantization_config return_dict router_aux_loss_coef sliding_window
-    transformers_version use_cache""".split()
+    {
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "max_window_layers",
+        "name_or_path",
+        "_name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sliding_window",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 
@@ -88,21 +108,27 @@ class ModelConfig:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers with one plain SwiGLU MLP of intermediate_size."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.sparse_layers)
+        sparse = set(self.sparse_layers)
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in sparse)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Reads FOLDER/config.json. Raises ConfigError where it is missing, not JSON, or not a model we serve."""
+        """Reads FOLDER/config.json. Raises ConfigError, naming the file, where it is missing, not JSON, or not a
+        model we serve."""
         path = Path(folder) / "config.json"
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+            if not isinstance(raw, dict):
+                raise ConfigError(f"holds a JSON {type(raw).__name__}, not an object")
+            return cls.from_dict(raw)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; a checkpoint folder holds its model's config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: holds a JSON {type(raw).__name__}, not an object")
-        return cls.from_dict(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -129,7 +155,7 @@ class ModelConfig:
             num_hidden_layers=fields.take("num_hidden_layers", int),
             num_attention_heads=heads,
             num_key_value_heads=fields.take("num_key_value_heads", int, heads),
-            head_dim=fields.take("head_dim", int, hidden_size // max(heads, 1)),
+            head_dim=_head_dim(fields, hidden_size, heads),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.take("rms_norm_eps", float, 1e-6),
             rope=_rope(fields, max_positions),
@@ -143,7 +169,7 @@ class ModelConfig:
             tie_word_embeddings=fields.take("tie_word_embeddings", bool, False),
             attention_bias=fields.take("attention_bias", bool, False),
             dtype=fields.take_either("dtype", "torch_dtype", str, "bfloat16").removeprefix("torch."),
-            quantization=raw.get("quantization_config"),
+            quantization=fields.take("quantization_config", dict, None),
         )
         config.check()
         unknown = sorted(set(raw) - fields.taken - _NOT_THE_MODEL)
@@ -151,16 +177,29 @@ class ModelConfig:
             logger.warning("config.json has fields that qwenjax does not know and leaves out: %s", ", ".join(unknown))
         return config
 
+    def to_dict(self) -> dict[str, Any]:
+        """config.json's content, in the layout of transformers 5, from which from_dict makes this config again."""
+        plain = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("rope", "quantization")
+        }
+        plain["mlp_only_layers"] = list(self.mlp_only_layers)
+        rope: dict[str, Any] = {"rope_type": self.rope.rope_type, "rope_theta": self.rope.theta}
+        if self.rope.rope_type == "yarn":
+            rope |= {item.name: getattr(self.rope, item.name) for item in fields(self.rope)[2:]}
+        stored = {} if self.quantization is None else {"quantization_config": dict(self.quantization)}
+        kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": MODEL_TYPE, "hidden_act": "silu"}
+        return {**kind, **plain, "rope_parameters": rope, **stored}
+
     def check(self) -> None:
         """Raises ConfigError for values that are out of range or contradict each other."""
-        sparse, dense = bool(self.sparse_layers), bool(self.dense_layers)
-        positive = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-        positive += ["head_dim", "max_position_embeddings", "rms_norm_eps", "decoder_sparse_step"]
-        positive += ["moe_intermediate_size", "num_experts_per_tok"] if sparse else []
-        positive += ["intermediate_size"] if dense else []
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        self._check_positive("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        self._check_positive("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+        self._check_positive("decoder_sparse_step")
+        sparse = bool(self.sparse_layers)
+        if sparse:
+            self._check_positive("moe_intermediate_size", "num_experts_per_tok")
+        if self.dense_layers:
+            self._check_positive("intermediate_size")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -169,23 +208,26 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         if sparse and self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok {self.num_experts_per_tok} is above num_experts {self.num_experts}"
-            )
+            raise ConfigError(f"num_experts_per_tok {self.num_experts_per_tok} is above num_experts {self.num_experts}")
         for layer in self.mlp_only_layers:
-            if not isinstance(layer, int) or not 0 <= layer < self.num_hidden_layers:
+            if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
                 raise ConfigError(
                     f"mlp_only_layers names layer {layer!r}; the layers are 0 to {self.num_hidden_layers - 1}"
                 )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it may be {', '.join(DTYPES)}")
 
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+
 
 def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
     scaling, parameters = fields.take("rope_scaling", dict, {}), fields.take("rope_parameters", dict, {})
-    if scaling and parameters and scaling != parameters:
-        raise ConfigError(f"rope_scaling {scaling} and rope_parameters {parameters} contradict each other")
-    inner = _Fields(parameters or scaling, "rope_parameters." if parameters else "rope_scaling.")
+    for name in sorted(set(scaling) & set(parameters)):
+        _agree(f"{name} of rope_scaling and rope_parameters", scaling[name], parameters[name], None)
+    inner = _Fields({**scaling, **parameters}, "rope_parameters." if parameters else "rope_scaling.")
     rope_type = inner.take_either("rope_type", "type", str, "default")
     theta = _agree("rope_theta", fields.take("rope_theta", float, None), inner.take("rope_theta", float, None), 1e4)
     partial = _agree(
@@ -196,8 +238,8 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
     )
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor is {partial}; Qwen3-MoE rotates whole heads, 1.0")
-    if not theta > 0:
-        raise ConfigError(f"rope_theta is {theta}; it must be above 0")
+    if not theta > 1:
+        raise ConfigError(f"rope_theta is {theta}; it must be above 1, or frequencies do not fall")
     if rope_type == "default":
         rope = RopeConfig(theta)
     elif rope_type == "yarn":
@@ -210,36 +252,66 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
 
 
 def _yarn(fields: _Fields, inner: _Fields, theta: float, max_positions: int) -> RopeConfig:
-    factor = inner.take("factor", float)
-    if not factor >= 1:
-        raise ConfigError(f"{inner.where}factor is {factor}; YaRN stretches the context by a factor of 1 or more")
-    attention_factor = inner.take("attention_factor", float, None)
-    mscale, mscale_all = inner.take("mscale", float, 0.0), inner.take("mscale_all_dim", float, 0.0)
-    if attention_factor is None:
-        # YaRN, equation 22: 0.1 ln(s) + 1; with both mscales the ratio of the two, as DeepSeek's configs mean it.
-        attention_factor = _mscale(factor, 1.0)
-        if mscale and mscale_all:
-            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
     original = _agree(
         "original_max_position_embeddings",
         fields.take("original_max_position_embeddings", int, None),
         inner.take("original_max_position_embeddings", int, None),
         max_positions,
     )
-    return RopeConfig(
+    factor = inner.take("factor", float)
+    rope = RopeConfig(
         theta,
         "yarn",
         factor=factor,
-        attention_factor=attention_factor,
+        attention_factor=_attention_factor(inner, factor),
         beta_fast=inner.take("beta_fast", float, 32.0),
         beta_slow=inner.take("beta_slow", float, 1.0),
         original_max_position_embeddings=original,
         truncate=inner.take("truncate", bool, True),
     )
+    if not factor >= 1:
+        raise ConfigError(f"{inner.where}factor is {factor}; YaRN stretches the context by a factor of 1 or more")
+    for name in ("attention_factor", "beta_slow", "original_max_position_embeddings"):
+        if not getattr(rope, name) > 0:
+            raise ConfigError(f"{inner.where}{name} is {getattr(rope, name)}; it must be above 0")
+    if rope.beta_fast < rope.beta_slow:
+        raise ConfigError(f"{inner.where}beta_fast {rope.beta_fast} is below beta_slow {rope.beta_slow}")
+    return rope
+
+
+def _attention_factor(inner: _Fields, factor: float) -> float:
+    given = inner.take("attention_factor", float, None)
+    mscale, mscale_all = inner.take("mscale", float, None), inner.take("mscale_all_dim", float, None)
+    if (mscale is None) != (mscale_all is None):
+        raise ConfigError(f"{inner.where}mscale is {mscale} and mscale_all_dim {mscale_all}: one needs the other")
+    # YaRN, equation 22: 0.1 ln(s) + 1; with both mscales the ratio of the two, as DeepSeek's configs mean it.
+    derived = _mscale(factor, 1.0)
+    if mscale and mscale_all:
+        derived = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        if given is not None and not math.isclose(given, derived, rel_tol=1e-6):
+            raise ConfigError(f"{inner.where}attention_factor is {given} and the two mscales make {derived}")
+    return derived if given is None else given
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
+
+
+def _head_dim(fields: _Fields, hidden_size: int, heads: int) -> int:
+    head_dim = fields.take("head_dim", int, None)
+    if head_dim is None and heads > 0 and hidden_size % heads:
+        raise ConfigError(f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads")
+    return hidden_size // max(heads, 1) if head_dim is None else head_dim
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python's parser would keep the last of two values of one name."""
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content and content[name] != value:
+            raise ConfigError(f"{name} is given twice, as {content[name]} and as {value}")
+        content[name] = value
+    return content
 
 
 def _agree(name: str, first: Any, second: Any, default: Any) -> Any:
@@ -269,8 +341,9 @@ class _Fields:
             value = float(value)
         if kind is int and type(value) is float and value.is_integer():
             value = int(value)
-        if type(value) is not kind:
-            raise ConfigError(f"{self.where}{name} is {value!r}; it must be of type {kind.__name__}")
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+            finite = "finite and " if kind is float else ""
+            raise ConfigError(f"{self.where}{name} is {value!r}; it must be {finite}of type {kind.__name__}")
         return value
 
     def take_either(self, name: str, other: str, kind: type, default: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -37,7 +38,7 @@ def sequence_logits(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
     logits = _forward(
         model.state,
         tokens,
-        SelfContext(positions),
+        SelfContext(jnp.asarray(positions)),
         model.epochs(),
         graphdef=model.graphdef,
         mesh=model.mesh,
@@ -54,9 +55,7 @@ def check_sequences(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
         if not len(sequence):
             raise ValueError(f"sequence {index} is empty")
         if len(sequence) > longest:
-            raise ValueError(
-                f"sequence {index} has {len(sequence)} tokens; max_position_embeddings is {longest}"
-            )
+            raise ValueError(f"sequence {index} has {len(sequence)} tokens; max_position_embeddings is {longest}")
         for token in sequence:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"sequence {index} has token id {token}; the vocabulary is 0 to {vocabulary - 1}")

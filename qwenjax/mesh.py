@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from qwenjax.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 DATA, MODEL = "data", "model"
 
@@ -54,6 +58,20 @@ def check_divides(config: ModelConfig, mesh: Mesh) -> None:
             f"model={model} does not divide intermediate_size {config.intermediate_size} of the dense layers; "
             f"sizes that do: {[m for m in divisors(config.intermediate_size) if m <= heads]}"
         )
+
+
+def say_where_collectives_are_references(mesh: Mesh) -> None:
+    """Warns, once a process, of a mesh with both axes above 1: no kernel of ours serves its MoE layers."""
+    if mesh.shape[DATA] > 1 and mesh.shape[MODEL] > 1:
+        _warn_once()
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "a mesh with both axes above 1 runs its MoE layers on reference collectives: every rank gathers all tokens "
+        "of the data axis. Meshes with data=1 or model=1 have kernels"
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.cache import AttentionContext
 from qwenjax.config import DTYPES, ModelConfig
-from qwenjax.mesh import DATA, MODEL, check_divides
+from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_references
 from qwenjax.rope import cos_sin, inverse_frequencies, rotate
 from qwenjax_ffi.collectives import all_reduce
 from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
@@ -125,8 +125,8 @@ class SparseExperts(nnx.Module):
         elif self.model_ranks == 1:
             out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs)
         else:
-            everyone = [jax.lax.all_gather(a, DATA, tiled=True) for a in (tokens, ids, weights)]
-            total, epochs = moe_replicated_tokens(*everyone, experts, (DATA, MODEL), epochs)
+            all_x, all_ids, all_weights = jax.lax.all_gather((tokens, ids, weights), DATA, tiled=True)
+            total, epochs = moe_replicated_tokens(all_x, all_ids, all_weights, experts, (DATA, MODEL), epochs)
             start = jax.lax.axis_index(DATA) * tokens.shape[0]
             out = jax.lax.dynamic_slice_in_dim(total, start, tokens.shape[0])
         return out.reshape(x.shape), epochs
@@ -155,6 +155,7 @@ class Qwen3Moe(nnx.Module):
     def __init__(self, config: ModelConfig, mesh: Mesh, *, rngs: nnx.Rngs, dtype: jnp.dtype | None = None) -> None:
         """Random parameters of `dtype` (default: the config's). Raises MeshError where the mesh does not fit."""
         check_divides(config, mesh)
+        say_where_collectives_are_references(mesh)
         make = Parameters(rngs, jnp.dtype(dtype or DTYPES[config.dtype]))
         # A vocabulary that the model ranks do not divide is kept whole on each.
         self.split_vocab = mesh.shape[MODEL] > 1 and config.vocab_size % mesh.shape[MODEL] == 0
@@ -170,9 +171,7 @@ class Qwen3Moe(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = nnx.data(None) if tied else make.matrix((config.vocab_size, config.hidden_size), vocab_axis)
 
-    def __call__(
-        self, tokens: jax.Array, context: Context, epochs: jax.Array
-    ) -> tuple[jax.Array, Context, jax.Array]:
+    def __call__(self, tokens: jax.Array, context: Context, epochs: jax.Array) -> tuple[jax.Array, Context, jax.Array]:
         """Runs tokens at their context's positions.
 
         tokens: int32 [batch, tokens] of this data rank; epochs: int32 [1], see qwenjax_ffi.collectives.
@@ -186,18 +185,21 @@ class Qwen3Moe(nnx.Module):
         index_in_stack = jnp.asarray(np.where(is_sparse, np.cumsum(is_sparse), np.cumsum(~is_sparse)) - 1, jnp.int32)
 
         def feed_forward(x: jax.Array, layer: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            index = index_in_stack[layer]
-            if self.mlp is None:
-                return self.experts(x, valid, index, epochs)
-            if self.experts is None:
-                return self.mlp(x, index, epochs)
+            index, experts, mlp = index_in_stack[layer], self.experts, self.mlp
+            if experts is None:
+                assert mlp is not None
+                return mlp(x, index, epochs)
+            if mlp is None:
+                return experts(x, valid, index, epochs)
             return jax.lax.cond(
                 jnp.asarray(is_sparse)[layer],
-                lambda: self.experts(x, valid, index, epochs),
-                lambda: self.mlp(x, index, epochs),
+                lambda: experts(x, valid, index, epochs),
+                lambda: mlp(x, index, epochs),
             )
 
-        def block(layer: jax.Array, carry: tuple[jax.Array, Context, jax.Array]) -> tuple[jax.Array, Context, jax.Array]:
+        def block(
+            layer: jax.Array, carry: tuple[jax.Array, Context, jax.Array]
+        ) -> tuple[jax.Array, Context, jax.Array]:
             x, context, epochs = carry
             normed = rms_norm(x, self.input_norm[layer], config.rms_norm_eps)
             out, context, epochs = self.attention(normed, layer, rotary, context, epochs)

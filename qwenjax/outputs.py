@@ -25,12 +25,14 @@ class Logprob:
 class CompletionOutput:
     """One of a request's `n` outputs, complete or so far.
 
-    index: which of the n. text: the output's text, without the prompt. token_ids: every id drawn, the one
-    that ended the output included.
+    index: which of the n.
+    text: the output's text, without the prompt.
+    token_ids: every id drawn, the one that ended the output included.
     logprobs: per output token, {id: Logprob} with the drawn id first; None where not asked for.
     cumulative_logprob: the sum of the drawn ids' log-probabilities; None where logprobs were not asked for.
-    finish_reason: "stop" (EOS, stop id or stop string), "length" (max_tokens or the context's end), "abort",
-    or None while the output grows. stop_reason: the stop string or stop id that ended it; None for EOS.
+    finish_reason: "stop" (EOS, stop id or stop string), "length" (max_tokens or the context's end), "abort", or
+        None while the output grows.
+    stop_reason: the stop string or stop id that ended it; None for EOS.
     """
 
     index: int
@@ -51,7 +53,7 @@ class CompletionOutput:
 class RequestMetrics:
     """A request's times in seconds on the monotonic clock; None for what has not happened yet.
 
-    arrival: accepted. first_scheduled: its prefill began. first_token: its first token was seen by the host.
+    arrival: accepted. first_scheduled: its prefill began. first_token: the host saw its first token.
     finished: its last output ended.
     """
 
@@ -70,8 +72,9 @@ class RequestMetrics:
 class RequestOutput:
     """A request's outputs, complete or so far.
 
-    prompt: the text, or None where ids were given. prompt_logprobs: per prompt token, {id: Logprob} with the
-    prompt's id first; the first token has None, since nothing precedes it; None where not asked for.
+    prompt: the text, or None where ids were given.
+    prompt_logprobs: per prompt token, {id: Logprob} with the prompt's id first, and None for the first token,
+        which nothing precedes; None where not asked for.
     """
 
     request_id: str

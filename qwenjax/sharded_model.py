@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,11 @@ class ShardedModel:
     def epochs(self) -> jax.Array:
         """Fresh collective counters, int32 [ranks], one on each rank."""
         return jax.device_put(jnp.zeros(self.mesh.size, jnp.int32), NamedSharding(self.mesh, EPOCHS_SPEC))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations and cache, that of the norms."""
+        return self.state["norm"][...].dtype
 
     @property
     def num_parameters(self) -> int:
@@ -65,6 +70,22 @@ def shardings(model_state: nnx.State, mesh: Mesh) -> Any:
         partition_specs(model_state),
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a state, or of a tree shaped like one, by their parameters' names: "attention.q_proj"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def from_names(structure: nnx.State, leaves: Mapping[str, Any]) -> nnx.State:
+    """`structure` with the leaves of these names. A state's structure holds the PartitionSpecs of the mesh that it
+    was made for: parameters that move to another mesh take that mesh's structure, from abstract_model."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], structure)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def random_model(config: ModelConfig, mesh: Mesh, seed: int = 0, dtype: jnp.dtype | None = None) -> ShardedModel:

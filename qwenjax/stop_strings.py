@@ -28,7 +28,8 @@ class StopMatcher:
     def feed(self, text: str, may_stop: bool = True) -> str:
         """The text that is final now that `text` has come; nothing once a stop string matched.
 
-        may_stop: whether a stop string that `text` completes ends the output; not before `min_tokens`.
+        may_stop: whether a stop string that `text` completes ends the output; False for the first `min_tokens`
+            tokens, as vLLM has it.
         """
         if self.matched is not None or not text:
             return ""

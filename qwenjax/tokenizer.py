@@ -75,8 +75,8 @@ class Tokenizer:
             raise ValueError(f"{path}: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = {name: _content(config[name]) for name in _NAMED_SPECIAL_TOKENS if config.get(name)}
-        eos_token = special_tokens.get("eos_token")
-        eos_ids = _eos_ids(folder) or ([backend.token_to_id(eos_token)] if eos_token is not None else [])
+        eos_token_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+        eos_ids = _eos_ids(folder) or ([] if eos_token_id is None else [eos_token_id])
         return cls(
             backend,
             eos_ids=eos_ids,

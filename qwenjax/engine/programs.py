@@ -1,0 +1,191 @@
+"""The two programs of the engine, prefill and decode, as per-rank code and compiled for a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from qwenjax.cache import PagedContext
+from qwenjax.engine.slots import BY_SLOT, SlotRows, Slots, slots_specs
+from qwenjax.mesh import DATA
+from qwenjax.model import Qwen3Moe
+from qwenjax.sampling import TokenCounts, TopLogprobs, sample, token_logprobs
+from qwenjax.sampling_params import MAX_LOGPROBS
+from qwenjax.sharded_model import on_ranks
+
+_BY_STEP = PartitionSpec(None, DATA)  # [steps, slots, …]
+_WHOLE = PartitionSpec()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens to run, one row a sequence, with everything that the host knows of it.
+
+    tokens, positions: int32 [rows, length], position -1 for padding; slot: int32 [rows], on the row's data rank, or
+    the number of slots for an empty row; first and last: bool [rows], whether the chunk begins or ends its prompt;
+    next_tokens: int32 [rows, length], the prompt's token after each, for prompt_logprobs.
+    """
+
+    tokens: Any
+    positions: Any
+    next_tokens: Any
+    slot: Any
+    first: Any
+    last: Any
+    rows: SlotRows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens drawn: int32 [..., rows], and their log-probabilities, zeros where no row asked for any."""
+
+    tokens: jax.Array
+    logprobs: TopLogprobs
+
+
+def prefill(
+    model: Qwen3Moe, slots: Slots, chunk: Chunk, want_logprobs: jax.Array, want_prompt_logprobs: jax.Array
+) -> tuple[Slots, Drawn, TopLogprobs]:
+    """Runs a chunk of each row's prompt; rows at their prompt's end draw their first token and become active.
+
+    want_logprobs, want_prompt_logprobs: bool scalars, the same on all ranks. Returns the slots, what the rows drew
+    (meaningless where not `last`), and the log-probabilities [rows, length, …] of next_tokens.
+    """
+    slots = slots.fill(chunk.slot, chunk.rows, chunk.first)
+    valid = chunk.positions >= 0
+    # The vocabulary's size drops the pair.
+    seen = jnp.where(valid, chunk.tokens, slots.counts.in_prompt.shape[1])
+    in_prompt = slots.counts.in_prompt.at[chunk.slot[:, None], seen].set(True, mode="drop")
+    slots = replace(slots, counts=replace(slots.counts, in_prompt=in_prompt))
+
+    context = PagedContext(slots.cache, chunk.rows.page_table, chunk.positions)
+    hidden, context, epochs = model(chunk.tokens, context, slots.epochs)
+    slots = replace(slots, cache=context.cache, epochs=epochs)
+    last_index = jnp.maximum(jnp.sum(valid, axis=1) - 1, 0)
+    rows = jnp.arange(chunk.slot.shape[0])
+    logits = model.logits(hidden[rows, last_index])
+    position = chunk.positions[rows, last_index] + 1
+    counts = TokenCounts(
+        slots.counts.in_prompt.at[chunk.slot].get(mode="fill", fill_value=0),
+        slots.counts.in_output.at[chunk.slot].get(mode="fill", fill_value=0),
+    )
+    tokens = sample(logits, chunk.rows.sampling, position, counts)
+    drawn = Drawn(tokens, _logprobs_if(want_logprobs, logits, tokens))
+    prompt_logprobs = _prompt_logprobs_if(want_prompt_logprobs, model, hidden, chunk.next_tokens)
+
+    slot = jnp.where(chunk.last, chunk.slot, slots.tokens.shape[0])
+    goes_on = ~chunk.rows.sampling.is_end(tokens) & (position + 1 < chunk.rows.end_lengths)
+    in_output = slots.counts.in_output.at[slot, tokens].add(1, mode="drop")
+    slots = replace(
+        slots,
+        tokens=slots.tokens.at[slot].set(tokens, mode="drop"),
+        lengths=slots.lengths.at[slot].set(position, mode="drop"),
+        active=slots.active.at[slot].set(goes_on, mode="drop"),
+        counts=replace(slots.counts, in_output=in_output),
+    )
+    return slots, drawn, prompt_logprobs
+
+
+def decode(
+    model: Qwen3Moe,
+    slots: Slots,
+    keep: jax.Array,
+    num_steps: jax.Array,
+    want_logprobs: jax.Array,
+    *,
+    batch: int,
+    max_steps: int,
+) -> tuple[Slots, Drawn]:
+    """Draws up to num_steps tokens for every active slot among the first `batch`, all on the device.
+
+    keep: bool [slots], false for a slot that the host has ended; num_steps: int32 scalar, at most max_steps. Returns
+    the slots and the tokens [max_steps, batch], -1 where none was drawn.
+    """
+    slots = replace(slots, active=slots.active & keep)
+    page_table, sampling = jax.tree.map(lambda table: table[:batch], (slots.page_table, slots.sampling))
+    end_lengths = slots.end_lengths[:batch]
+
+    def step(index: jax.Array, carry: tuple[Slots, Drawn]) -> tuple[Slots, Drawn]:
+        slots, drawn = carry
+        tokens, lengths, active = slots.tokens[:batch], slots.lengths[:batch], slots.active[:batch]
+        context = PagedContext(slots.cache, page_table, jnp.where(active, lengths, -1)[:, None])
+        hidden, context, epochs = model(tokens[:, None], context, slots.epochs)
+        logits = model.logits(hidden[:, 0])
+        position = lengths + 1
+        counts = jax.tree.map(lambda table: table[:batch], slots.counts)
+        new = sample(logits, sampling, position, counts)
+        now = Drawn(jnp.where(active, new, -1), _logprobs_if(want_logprobs, logits, new))
+        drawn = jax.tree.map(lambda table, row: table.at[index].set(row), drawn, now)
+        goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
+        slots = replace(
+            slots,
+            cache=context.cache,
+            epochs=epochs,
+            counts=slots.counts.add(new, active),
+            tokens=slots.tokens.at[:batch].set(jnp.where(active, new, tokens)),
+            lengths=slots.lengths.at[:batch].set(jnp.where(active, position, lengths)),
+            active=slots.active.at[:batch].set(active & goes_on),
+        )
+        return slots, drawn
+
+    nothing = Drawn(jnp.full((max_steps, batch), -1, jnp.int32), _no_logprobs((max_steps, batch)))
+    return jax.lax.fori_loop(0, num_steps, step, (slots, nothing))
+
+
+def _no_logprobs(shape: tuple[int, ...]) -> TopLogprobs:
+    ids, values = jnp.zeros((*shape, MAX_LOGPROBS), jnp.int32), jnp.zeros((*shape, MAX_LOGPROBS), jnp.float32)
+    return TopLogprobs(values[..., 0], ids[..., 0], ids, values)
+
+
+def _top_logprobs(logits: jax.Array, ids: jax.Array) -> TopLogprobs:
+    """token_logprobs with MAX_LOGPROBS entries, padded with zeros where the vocabulary is smaller."""
+    found = token_logprobs(logits, ids, min(MAX_LOGPROBS, logits.shape[1]))
+    missing = ((0, 0), (0, MAX_LOGPROBS - found.top_ids.shape[1]))
+    return replace(
+        found, top_ids=jnp.pad(found.top_ids, missing), top_logprobs=jnp.pad(found.top_logprobs, missing)
+    )
+
+
+def _logprobs_if(wanted: jax.Array, logits: jax.Array, ids: jax.Array) -> TopLogprobs:
+    return jax.lax.cond(wanted, lambda: _top_logprobs(logits, ids), lambda: _no_logprobs(ids.shape))
+
+
+def _prompt_logprobs_if(wanted: jax.Array, model: Qwen3Moe, hidden: jax.Array, ids: jax.Array) -> TopLogprobs:
+    # A row at a time: logits of a whole batch of Qwen3's vocabulary would be 600 kB a token.
+    def all_rows() -> TopLogprobs:
+        return jax.lax.map(lambda row: _top_logprobs(model.logits(row[0]), row[1]), (hidden, ids))
+
+    return jax.lax.cond(wanted, all_rows, lambda: _no_logprobs(ids.shape))
+
+
+class Programs:
+    """prefill, and decode for each of some batch sizes, jitted over a mesh. Slots are donated: gone after a call.
+
+    decode: by batch size, in slots of a data rank.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, batches: Sequence[int], max_steps: int) -> None:
+        self.max_steps = max_steps
+        slots = slots_specs()
+
+        def compiled(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+            return jax.jit(on_ranks(graphdef, mesh, function, in_specs, out_specs), donate_argnums=1)
+
+        self.prefill = compiled(prefill, (slots, BY_SLOT, _WHOLE, _WHOLE), (slots, BY_SLOT, BY_SLOT))
+        self.decode = {
+            batch: compiled(
+                partial(decode, batch=batch, max_steps=max_steps),
+                (slots, BY_SLOT, _WHOLE, _WHOLE),
+                (slots, _BY_STEP),
+            )
+            for batch in batches
+        }

@@ -1,0 +1,230 @@
+"""LLM: generate text from Python, with vLLM's names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from qwenjax.cache import PAGE_SIZE
+from qwenjax.checkpoint.load import load_model
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.config import DTYPES, ModelConfig
+from qwenjax.engine.engine import Engine, EngineConfig
+from qwenjax.logits import sequence_logits
+from qwenjax.mesh import make_mesh
+from qwenjax.outputs import RequestOutput
+from qwenjax.sampling_params import SamplingParams
+from qwenjax.sharded_model import ShardedModel
+from qwenjax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+_CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
+_GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
+# One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
+_BATCHED_TOKENS = {"cpu": 256, "gpu": 2048}
+
+
+class LLM:
+    """A model, loaded and compiled, that turns prompts into text.
+
+    >>> llm = LLM("Qwen/Qwen3-30B-A3B")
+    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        data_parallel: int = 1,
+        model_parallel: int = 1,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = 8,
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        revision: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles its programs.
+
+        data_parallel x model_parallel: the mesh; experts are spread over all of it. dtype: "auto" (config.json's),
+        "bfloat16", "float16" or "float32", of weights, activations and cache. max_model_len: tokens of a prompt and
+        its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on
+        each data rank. max_num_batched_tokens: of one prefill call. num_steps: tokens a sequence draws in one decode
+        call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows. progress:
+        bars for loading and compiling.
+
+        Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; it may be 'auto', {', '.join(map(repr, DTYPES))}")
+        folder = resolve(model, revision)
+        config = ModelConfig.from_folder(folder)
+        longest = config.max_position_embeddings
+        if max_model_len is not None and not 1 < max_model_len <= longest:
+            raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
+        self.tokenizer = Tokenizer.from_folder(folder)
+        mesh = make_mesh(data_parallel, model_parallel)
+        self.model = load_model(folder, mesh, None if dtype == "auto" else DTYPES[dtype], progress=progress)
+        length = max_model_len or longest
+        pages_wanted = max_num_seqs * -(-length // page_size)
+        platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+        self.config = EngineConfig(
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            num_pages=num_pages or min(pages_wanted, _pages_that_fit(self.model, page_size)),
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[platform],
+            num_steps=num_steps,
+        )
+        self._engine = Engine(self.model, self.tokenizer, self.config)
+        self._engine.warm_up(progress)
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Completes each prompt (text or token ids); results in the prompts' order.
+
+        sampling_params: one for all or one each; SamplingParams() by default. Raises ValueError, naming the field
+        and its limit, before anything is run.
+        """
+        results: dict[str, RequestOutput] = {}
+        ids = self._add(prompts, sampling_params)
+        with tqdm(total=len(ids), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            for output in self._run(ids):
+                if output.finished:
+                    results[output.request_id] = output
+                    bar.update()
+        return [results[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As generate, yielding each request as it grows; outputs are cumulative, the last of each `finished`.
+
+        The requests are checked and queued at once; closing the iterator aborts them.
+        """
+        return self._run(self._add(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """generate on one conversation or several, rendered by the checkpoint's chat template.
+
+        chat_template_kwargs reach the template: {"enable_thinking": False}. Raises ValueError for what the template
+        refuses, and as generate does.
+        """
+        prompts = self.chat_prompts(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """The token ids that `chat` would complete, for `stream`."""
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [
+            self.tokenizer.apply_chat_template(
+                conversation, tools, add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            for conversation in conversations
+        ]
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [tokens, vocab]: row i holds the logits of the token after token_ids[i]."""
+        return sequence_logits(self.model, [token_ids])[0]
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[str]:
+        """Queues the requests, or none of them where one is refused."""
+        several = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(several)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(several):
+            raise ValueError(f"sampling_params holds {len(params)} items for {len(several)} prompts")
+        requests = []
+        for prompt, own in zip(several, params, strict=True):
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self._engine.check(ids, own)
+            requests.append((str(next(self._request_ids)), ids, own, prompt if isinstance(prompt, str) else None))
+        for request in requests:
+            self._engine.add_request(*request)
+        return [request[0] for request in requests]
+
+    def _run(self, request_ids: list[str]) -> Iterator[RequestOutput]:
+        unfinished = set(request_ids)
+        try:
+            while unfinished:
+                for output in self._engine.step():
+                    if output.request_id in unfinished:
+                        if output.finished:
+                            unfinished.remove(output.request_id)
+                        yield output
+        finally:
+            self._engine.abort(unfinished)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list: a list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _pages_that_fit(model: ShardedModel, page_size: int) -> int:
+    """Pages of a data rank's cache that the memory of its devices holds, with the weights in place."""
+    config, device = model.config, model.mesh.devices.flat[0]
+    kv_heads = max(1, config.num_key_value_heads // model.mesh.shape["model"])
+    page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
+    free = _CPU_CACHE_BYTES
+    if device.platform != "cpu" and (stats := device.memory_stats()):
+        free = int(_GPU_CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return max(1, free // page_bytes)
+
+
+def enable_compilation_cache(folder: str | Path | None = None) -> None:
+    """Keeps compiled programs in `folder` (default ~/.cache/qwenjax/programs), so that a second start is quick.
+
+    A folder that JAX_COMPILATION_CACHE_DIR or jax.config names already stays.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        place = Path(folder) if folder else Path.home() / ".cache" / "qwenjax" / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(place))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

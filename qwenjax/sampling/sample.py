@@ -1,0 +1,36 @@
+"""Drawing tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from qwenjax.sampling.arrays import SamplingArrays
+from qwenjax.sampling.counts import TokenCounts
+from qwenjax.sampling.noise import gumbel_noise
+from qwenjax.sampling.process import process_logits
+
+
+def sample(
+    logits: jax.Array, arrays: SamplingArrays, position: jax.Array, counts: TokenCounts | None = None
+) -> jax.Array:
+    """One id a row, int32 [rows]; arguments as `process_logits`.
+
+    Under `jax.vmap` its skipping of work that no row needs is lost.
+    """
+    return draw(process_logits(logits, arrays, position, counts), arrays, position)
+
+
+def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array) -> jax.Array:
+    """argmax(processed + Gumbel noise), int32 [rows]; without noise where greedy. Ties go to the lowest id.
+
+    processed: float32 [rows, vocab] from `process_logits`. position: int32 [rows], that of the token to draw.
+    """
+    random = arrays.temperature > 0
+
+    def add_noise(processed: jax.Array) -> jax.Array:
+        noise = gumbel_noise(arrays.seed, arrays.sample_index, position, processed.shape[1])
+        return processed + jnp.where(random[:, None], noise, 0)
+
+    perturbed = jax.lax.cond(random.any(), add_noise, lambda processed: processed, processed)
+    return jnp.argmax(perturbed, axis=1).astype(jnp.int32)
