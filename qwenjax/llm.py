@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.logits import sequence_logits
-from qwenjax.mesh import make_mesh
+from qwenjax.mesh import MODEL, make_mesh
 from qwenjax.outputs import RequestOutput
 from qwenjax.sampling_params import SamplingParams
 from qwenjax.sharded_model import ShardedModel
@@ -75,6 +76,7 @@ class LLM:
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
         self.tokenizer = Tokenizer.from_folder(folder)
+        self._default_sampling_params = default_sampling_params(folder)
         mesh = make_mesh(data_parallel, model_parallel)
         self.model = load_model(folder, mesh, None if dtype == "auto" else DTYPES[dtype], progress=progress)
         length = max_model_len or longest
@@ -88,9 +90,10 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[platform],
             num_steps=num_steps,
         )
+        enable_compilation_cache()
         self._engine = Engine(self.model, self.tokenizer, self.config)
         self._engine.warm_up(progress)
-        self._request_ids = itertools.count()
+        self._calls = itertools.count()
 
     def generate(
         self,
@@ -100,8 +103,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes each prompt (text or token ids); results in the prompts' order.
 
-        sampling_params: one for all or one each; SamplingParams() by default. Raises ValueError, naming the field
-        and its limit, before anything is run.
+        sampling_params: one for all or one each; get_default_sampling_params() by default. Raises ValueError,
+        naming the field and its limit, before anything is run.
         """
         results: dict[str, RequestOutput] = {}
         ids = self._add(prompts, sampling_params)
@@ -168,22 +171,28 @@ class LLM:
         """float32 [tokens, vocab]: row i holds the logits of the token after token_ids[i]."""
         return sequence_logits(self.model, [token_ids])[0]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams() with what the checkpoint's generation_config.json says instead; greedy where that has
+        do_sample false."""
+        return self._default_sampling_params
+
     def _add(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[str]:
         """Queues the requests, or none of them where one is refused."""
         several = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(several)
+            params = [sampling_params or self._default_sampling_params] * len(several)
         else:
             params = list(sampling_params)
         if len(params) != len(several):
             raise ValueError(f"sampling_params holds {len(params)} items for {len(several)} prompts")
-        requests = []
-        for prompt, own in zip(several, params, strict=True):
+        call, requests = next(self._calls), []
+        for index, (prompt, own) in enumerate(zip(several, params, strict=True)):
+            text = prompt if isinstance(prompt, str) else None
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             self._engine.check(ids, own)
-            requests.append((str(next(self._request_ids)), ids, own, prompt if isinstance(prompt, str) else None))
+            requests.append((f"{call}-{index}", ids, own, text))
         for request in requests:
             self._engine.add_request(*request)
         return [request[0] for request in requests]
@@ -201,6 +210,25 @@ class LLM:
             self._engine.abort(unfinished)
 
 
+def prompt_index(output: RequestOutput) -> int:
+    """The place of an output's prompt among those of its generate or stream call."""
+    return int(output.request_id.rsplit("-", 1)[1])
+
+
+def default_sampling_params(folder: Path) -> SamplingParams:
+    """What LLM.get_default_sampling_params gives for a checkpoint folder. Raises ValueError for a bad setting."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    settings = {name: found[name] for name in names if found.get(name) is not None}
+    if found.get("do_sample") is False:
+        settings = {"temperature": 0.0}
+    try:
+        return SamplingParams(**settings)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list: a list of numbers is one prompt of token ids."""
     if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray)):
@@ -211,7 +239,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _pages_that_fit(model: ShardedModel, page_size: int) -> int:
     """Pages of a data rank's cache that the memory of its devices holds, with the weights in place."""
     config, device = model.config, model.mesh.devices.flat[0]
-    kv_heads = max(1, config.num_key_value_heads // model.mesh.shape["model"])
+    kv_heads = max(1, config.num_key_value_heads // model.mesh.shape[MODEL])
     page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
     free = _CPU_CACHE_BYTES
     if device.platform != "cpu" and (stats := device.memory_stats()):
@@ -224,7 +252,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
 
     A folder that JAX_COMPILATION_CACHE_DIR or jax.config names already stays.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - JAX declares no type for it
         place = Path(folder) if folder else Path.home() / ".cache" / "qwenjax" / "programs"
         jax.config.update("jax_compilation_cache_dir", str(place))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

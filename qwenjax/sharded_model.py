@@ -34,7 +34,7 @@ class ShardedModel:
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of activations and cache, that of the norms."""
-        return self.state["norm"][...].dtype
+        return jnp.dtype(jax.tree.leaves(self.state["norm"])[0].dtype)
 
     @property
     def num_parameters(self) -> int:

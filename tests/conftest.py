@@ -20,6 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gpu = selects_gpu(config.option.markexpr)
     if not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # The tests' time goes into compiling. LLVM without optimisation halves it (a decode program: 4.2 s of CPU time
+        # to 2.1 s), and tests that build the same program share it through the cache.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "programs"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     import jax
 
     jax.config.update("jax_num_cpu_devices", FAKE_CPU_DEVICES)

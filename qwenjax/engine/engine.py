@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +92,7 @@ class Engine:
             page_size=config.page_size,
             dtype=model.dtype,
         )
-        self.programs = Programs(model.graphdef, model.mesh, config.decode_batches, config.num_steps)
+        self._compiled: dict[tuple[str, int], Any] = {}
         self._pools = [PagePool(config.num_pages) for _ in range(self.ranks)]
         self._table: list[list[Sequence | None]] = [[None] * config.max_num_seqs for _ in range(self.ranks)]
         self._waiting: deque[Sequence] = deque()
@@ -162,14 +165,26 @@ class Engine:
         return [request.output() for request in changed]
 
     def warm_up(self, progress: bool = True) -> None:
-        """Compiles every program by running it on nothing, so that no request has to wait for one."""
+        """Compiles every program, several at a time, so that no request has to wait for one.
+
+        Requests run the compiled programs themselves: nothing can compile after this.
+        """
         lengths, batches = self.config.chunk_lengths, self.config.decode_batches
-        with tqdm(total=len(lengths) + len(batches), desc="Compiling", unit="program", disable=not progress) as bar:
-            for length in lengths:
-                jax.block_until_ready(self._run_prefill(self._chunk([], length), False, False))
-                bar.update()
-            for batch in batches:
-                jax.block_until_ready(self._run_decode(batch, 1, False))
+        programs = Programs(self.model.graphdef, self.model.mesh, batches, self.config.num_steps)
+        no = np.bool_(False)
+        traced: dict[tuple[str, int], Any] = {}
+        state, slots = self.model.state, self._slots
+        for length in lengths:
+            traced["prefill", length] = programs.prefill.trace(state, slots, self._chunk([], length), no, no)
+        for batch in batches:
+            traced["decode", batch] = programs.decode[batch].trace(state, slots, self._keep(), np.int32(0), no)
+        with (
+            ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
+            tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
+        ):
+            waiting = {pool.submit(lambda t: t.lower().compile(), trace): key for key, trace in traced.items()}
+            for future in as_completed(waiting):
+                self._compiled[waiting[future]] = future.result()
                 bar.update()
 
     def _pages_needed(self, prompt_len: int, params: SamplingParams) -> int:
@@ -254,18 +269,26 @@ class Engine:
             self._leave(sequence)
 
     def _run_prefill(self, chunk: Chunk, want: bool, want_prompt: bool) -> tuple[Drawn, TopLogprobs]:
-        self._slots, drawn, prompt_logprobs = self.programs.prefill(
+        program = self._program("prefill", chunk.tokens.shape[1])
+        self._slots, drawn, prompt_logprobs = program(
             self.model.state, self._slots, chunk, np.bool_(want), np.bool_(want_prompt)
         )
         return drawn, prompt_logprobs
 
     def _run_decode(self, batch: int, num_steps: int, want: bool) -> Drawn:
-        slots = [sequence for table in self._table for sequence in table]
-        keep = np.array([sequence is not None and sequence.prefilled for sequence in slots])
-        self._slots, drawn = self.programs.decode[batch](
-            self.model.state, self._slots, keep, np.int32(num_steps), np.bool_(want)
-        )
+        program = self._program("decode", batch)
+        self._slots, drawn = program(self.model.state, self._slots, self._keep(), np.int32(num_steps), np.bool_(want))
         return drawn
+
+    def _program(self, name: str, size: int) -> Any:
+        if not self._compiled:
+            self.warm_up(progress=False)
+        return self._compiled[name, size]
+
+    def _keep(self) -> np.ndarray:
+        """bool [slots]: whether the slot holds a sequence that decodes."""
+        slots = [sequence for table in self._table for sequence in table]
+        return np.array([sequence is not None and sequence.prefilled for sequence in slots])
 
     def _rows_of(self, batch: SequenceOf[Sequence], length: int) -> list[int]:
         """The row of each sequence in a chunk: a data rank's rows lie together."""

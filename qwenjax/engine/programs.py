@@ -150,9 +150,7 @@ def _top_logprobs(logits: jax.Array, ids: jax.Array) -> TopLogprobs:
     """token_logprobs with MAX_LOGPROBS entries, padded with zeros where the vocabulary is smaller."""
     found = token_logprobs(logits, ids, min(MAX_LOGPROBS, logits.shape[1]))
     missing = ((0, 0), (0, MAX_LOGPROBS - found.top_ids.shape[1]))
-    return replace(
-        found, top_ids=jnp.pad(found.top_ids, missing), top_logprobs=jnp.pad(found.top_logprobs, missing)
-    )
+    return replace(found, top_ids=jnp.pad(found.top_ids, missing), top_logprobs=jnp.pad(found.top_logprobs, missing))
 
 
 def _logprobs_if(wanted: jax.Array, logits: jax.Array, ids: jax.Array) -> TopLogprobs:
@@ -168,21 +166,20 @@ def _prompt_logprobs_if(wanted: jax.Array, model: Qwen3Moe, hidden: jax.Array, i
 
 
 class Programs:
-    """prefill, and decode for each of some batch sizes, jitted over a mesh. Slots are donated: gone after a call.
+    """prefill and decode over a mesh, jitted and not yet compiled. Slots are donated: gone after a call.
 
     decode: by batch size, in slots of a data rank.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, batches: Sequence[int], max_steps: int) -> None:
-        self.max_steps = max_steps
         slots = slots_specs()
 
-        def compiled(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        def jitted(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
             return jax.jit(on_ranks(graphdef, mesh, function, in_specs, out_specs), donate_argnums=1)
 
-        self.prefill = compiled(prefill, (slots, BY_SLOT, _WHOLE, _WHOLE), (slots, BY_SLOT, BY_SLOT))
+        self.prefill = jitted(prefill, (slots, BY_SLOT, _WHOLE, _WHOLE), (slots, BY_SLOT, BY_SLOT))
         self.decode = {
-            batch: compiled(
+            batch: jitted(
                 partial(decode, batch=batch, max_steps=max_steps),
                 (slots, BY_SLOT, _WHOLE, _WHOLE),
                 (slots, _BY_STEP),

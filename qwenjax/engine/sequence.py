@@ -132,9 +132,9 @@ def logprob_entry(tokenizer: Tokenizer, token: int, found: TopLogprobs, top_n: i
     """{id: Logprob} of one position, the token itself first, then the top_n most likely."""
 
     def entry(token: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(float(logprob), int(rank), tokenizer.decode([token], skip_special_tokens=False))
+        return Logprob(logprob, rank, tokenizer.decode([token], skip_special_tokens=False))
 
-    entries = {token: entry(token, found.logprob, found.rank)}
+    entries = {token: entry(token, float(found.logprob), int(found.rank))}
     ids, values = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
     for place, (top_id, value) in enumerate(zip(ids[:top_n].tolist(), values[:top_n].tolist(), strict=True)):
         # Ids of equal probability share a rank: that of the first among them.

@@ -1,0 +1,45 @@
+"""The `qwenjax` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Modules are imported when their command is run or asked for help: `qwenjax --help` does not wait for JAX.
+_COMMANDS = {
+    "generate": "generate text from a checkpoint, streaming to the terminal",
+    "logits": "print the most likely next tokens after a prompt",
+    "convert": "write a checkpoint anew in a quantised format",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="qwenjax", description="Serving Qwen3 mixture-of-experts models in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    for name, summary in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"qwenjax_serving.commands.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except KeyboardInterrupt:
+        print("\nqwenjax: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `qwenjax … | head`
+        sys.stderr.close()
+        return 141
+    except (ValueError, OSError) as error:  # ConfigError, CheckpointError and MeshError among them
+        print(f"qwenjax {chosen}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

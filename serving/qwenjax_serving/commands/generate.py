@@ -1,0 +1,162 @@
+"""`qwenjax generate`: text from a checkpoint, streaming to the terminal, or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from qwenjax import LLM, RequestOutput, SamplingParams
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.config import ModelConfig
+from qwenjax.llm import default_sampling_params, prompt_index
+from qwenjax.sampling_params import validate_for
+from qwenjax.tokenizer import Tokenizer
+from qwenjax_serving.commands.model_arguments import add_model_arguments
+
+# Command-line name, type and help of the sampling parameters; the names are SamplingParams'.
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 for the most likely token every time"),
+    ("top_p", float, "keep the fewest most likely tokens with this share of the probability"),
+    ("top_k", int, "keep this many most likely tokens; 0 for all"),
+    ("min_p", float, "leave out tokens less likely than this times the most likely"),
+    ("repetition_penalty", float, "above 1: less of what prompt and output hold"),
+    ("presence_penalty", float, "above 0: less of what the output holds"),
+    ("frequency_penalty", float, "above 0: less of what the output holds often"),
+    ("seed", int, "the same seed gives the same text"),
+    ("n", int, "outputs for each prompt"),
+    ("max_tokens", int, "longest output (default 128)"),
+    ("min_tokens", int, "shortest output"),
+    ("logprobs", int, "report this many most likely tokens at every place (with --json)"),
+    ("prompt_logprobs", int, "the same for the prompt (with --json)"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
+    parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
+    what.add_argument("--chat", action="append", help="a user's message, put into the chat template; likewise")
+    what.add_argument("--file", type=Path, help="a text file with a prompt on every line")
+    parser.add_argument("--system", help="a system message before every --chat")
+    parser.add_argument("--no-thinking", action="store_true", help="render the chat with enable_thinking=False")
+    sampling = parser.add_argument_group("sampling", "Defaults are the checkpoint's generation_config.json's.")
+    for name, kind, text in _SAMPLING:
+        sampling.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    sampling.add_argument("--stop", action="append", help="a string that ends the output; may be given several times")
+    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID", help="ids that end the output")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text tokens")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, on a line of its own")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Streams the outputs to standard output and the figures to standard error.
+
+    Raises ValueError for bad input, before the weights are read.
+    """
+    folder = resolve(arguments.model, arguments.revision)
+    config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+    params = sampling_params(default_sampling_params(folder), arguments)
+    texts = prompts(tokenizer, arguments)
+    for text in texts:
+        validate_for(
+            params,
+            prompt_token_ids=tokenizer.encode(text, add_special_tokens=arguments.chat is None),
+            vocab_size=config.vocab_size,
+            max_model_len=arguments.max_model_len or config.max_position_embeddings,
+            eos_ids=tokenizer.eos_ids,
+        )
+    llm = LLM(
+        folder,
+        data_parallel=arguments.data_parallel,
+        model_parallel=arguments.model_parallel,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        progress=arguments.progress,
+    )
+    start = time.monotonic()
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts] if arguments.chat else texts
+    results = show(llm, ids, params, sys.stdout, as_json=arguments.json)
+    print(figures(results, time.monotonic() - start), file=sys.stderr)
+    return 0
+
+
+def prompts(tokenizer: Tokenizer, arguments: argparse.Namespace) -> list[str]:
+    """The texts that the arguments ask for, chats as the template renders them."""
+    if arguments.chat is None and (arguments.system is not None or arguments.no_thinking):
+        raise ValueError("--system and --no-thinking are parts of a chat; use them with --chat")
+    if arguments.prompt is not None:
+        return list(arguments.prompt)
+    if arguments.file is not None:
+        kept = [line for line in arguments.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not kept:
+            raise ValueError(f"--file {arguments.file}: holds no prompt; it has one on every line")
+        return kept
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    kwargs: dict[str, Any] = {"enable_thinking": False} if arguments.no_thinking else {}
+    return [
+        tokenizer.apply_chat_template([*system, {"role": "user", "content": text}], **kwargs) for text in arguments.chat
+    ]
+
+
+def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace) -> SamplingParams:
+    """The checkpoint's defaults with what the arguments say instead."""
+    given = {name: getattr(arguments, name) for name, _, _ in _SAMPLING if getattr(arguments, name) is not None}
+    given |= {"stop": arguments.stop} if arguments.stop else {}
+    given |= {"stop_token_ids": arguments.stop_token_ids} if arguments.stop_token_ids else {}
+    return replace(defaults, **{"max_tokens": 128, "ignore_eos": arguments.ignore_eos} | given)
+
+
+def show(
+    llm: LLM,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    params: SamplingParams,
+    stream: TextIO,
+    *,
+    as_json: bool = False,
+) -> list[RequestOutput]:
+    """Writes every output to `stream`, in the prompts' order, and returns them.
+
+    The first prompt that is not finished is shown as it grows, and those after it wait for their turn. A request of
+    several outputs is shown when it is finished, as everything is in JSON.
+    """
+    latest: dict[int, RequestOutput] = {}
+    results: list[RequestOutput] = []
+    live = params.n == 1 and not as_json
+    shown = 0
+    for output in llm.stream(prompts, params):
+        latest[prompt_index(output)] = output
+        while (head := latest.get(len(results))) is not None:
+            if live:
+                stream.write(head.outputs[0].text[shown:])
+                shown = len(head.outputs[0].text)
+            if not head.finished:
+                break
+            if not live:
+                stream.write(json.dumps(asdict(head), ensure_ascii=False) if as_json else _several(head))
+            stream.write("\n")
+            results.append(head)
+            shown = 0
+        stream.flush()
+    return results
+
+
+def _several(output: RequestOutput) -> str:
+    return "\n".join(f"[{part.index}] {part.text}" for part in output.outputs)
+
+
+def figures(results: Sequence[RequestOutput], seconds: float) -> str:
+    """The last line: tokens, time to first token (the median of the requests), tokens a second."""
+    first = sorted(r.metrics.time_to_first_token or 0.0 for r in results if r.metrics)
+    drawn = sum(len(part.token_ids) for result in results for part in result.outputs)
+    read = sum(len(result.prompt_token_ids) for result in results)
+    waited = f"{first[len(first) // 2] * 1e3:.0f} ms" if first else "none"
+    return f"{read} prompt tokens, {drawn} new; time to first token {waited}; {drawn / seconds:.1f} tokens/s"
