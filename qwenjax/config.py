@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     dtype: str
+    # 1 where a multi-token-prediction head (qwenjax.mtp) comes with the model; Qwen3.5's and Qwen3-Next's name for it.
+    mtp_num_hidden_layers: int = 0
     # How the files are stored, not what the model is: two models that differ in it alone are equal.
     quantization: Mapping[str, Any] | None = field(default=None, compare=False)
 
@@ -168,6 +170,7 @@ class ModelConfig:
             mlp_only_layers=tuple(fields.take("mlp_only_layers", list, [])),
             tie_word_embeddings=fields.take("tie_word_embeddings", bool, False),
             attention_bias=fields.take("attention_bias", bool, False),
+            mtp_num_hidden_layers=fields.take("mtp_num_hidden_layers", int, 0),
             dtype=fields.take_either("dtype", "torch_dtype", str, "bfloat16").removeprefix("torch."),
             quantization=fields.take("quantization_config", dict, None),
         )
@@ -214,6 +217,10 @@ class ModelConfig:
                 raise ConfigError(
                     f"mlp_only_layers names layer {layer!r}; the layers are 0 to {self.num_hidden_layers - 1}"
                 )
+        if self.mtp_num_hidden_layers not in (0, 1):
+            raise ConfigError(f"mtp_num_hidden_layers is {self.mtp_num_hidden_layers}; qwenjax's heads have one layer")
+        if self.mtp_num_hidden_layers and not sparse:
+            raise ConfigError("mtp_num_hidden_layers is 1 in a model without experts; the head's layer is made of them")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it may be {', '.join(DTYPES)}")
 
@@ -221,6 +228,11 @@ class ModelConfig:
         for name in names:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+
+
+def head_config(config: ModelConfig) -> ModelConfig:
+    """The config of the head's one decoder layer, which has experts: for its modules, its cache and its tensors."""
+    return replace(config, num_hidden_layers=1, mlp_only_layers=(), decoder_sparse_step=1, mtp_num_hidden_layers=0)
 
 
 def _rope(fields: _Fields, max_positions: int) -> RopeConfig:

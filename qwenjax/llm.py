@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.logits import sequence_logits
 from qwenjax.mesh import MODEL, make_mesh
-from qwenjax.outputs import RequestOutput
+from qwenjax.outputs import RequestOutput, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
+_DEFAULT_DRAFTS = 2  # of a head that is trained on several depths
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
 # One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
@@ -54,6 +58,8 @@ class LLM:
         num_steps: int = 8,
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
+        num_speculative_tokens: int | None = None,
+        speculation_max_batch: int = 32,
         revision: str | None = None,
         progress: bool = True,
     ) -> None:
@@ -63,8 +69,10 @@ class LLM:
         "bfloat16", "float16" or "float32", of weights, activations and cache. max_model_len: tokens of a prompt and
         its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on
         each data rank. max_num_batched_tokens: of one prefill call. num_steps: tokens a sequence draws in one decode
-        call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows. progress:
-        bars for loading and compiling.
+        call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows.
+        num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 2
+        where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without.
+        progress: bars for loading and compiling.
 
         Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out.
         """
@@ -89,6 +97,8 @@ class LLM:
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[platform],
             num_steps=num_steps,
+            num_speculative_tokens=self._num_drafts(folder, num_speculative_tokens),
+            speculation_max_batch=speculation_max_batch,
         )
         enable_compilation_cache()
         self._engine = Engine(self.model, self.tokenizer, self.config)
@@ -170,6 +180,22 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [tokens, vocab]: row i holds the logits of the token after token_ids[i]."""
         return sequence_logits(self.model, [token_ids])[0]
+
+    def _num_drafts(self, folder: Path, asked: int | None) -> int:
+        has_head = self.model.config.mtp_num_hidden_layers > 0
+        if asked and not has_head:
+            raise ValueError(
+                f"num_speculative_tokens is {asked}, and {folder} has no multi-token-prediction head (mtp.* tensors); "
+                "leave it out, or train one with `qwenjax train mtp`"
+            )
+        if asked is None and not has_head:
+            logger.info("%s has no multi-token-prediction head: speculative decoding is off", folder)
+        return asked if asked is not None else _DEFAULT_DRAFTS * has_head
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """How drafts have fared over all requests so far; None where none are made."""
+        return self._engine.speculation if self.config.num_speculative_tokens else None
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams() with what the checkpoint's generation_config.json says instead; greedy where that has

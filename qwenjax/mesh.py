@@ -8,13 +8,14 @@ from functools import cache
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 DATA, MODEL = "data", "model"
+BY_DATA = PartitionSpec(DATA)  # the leading axis, of requests, spread over the data ranks
 
 
 class MeshError(ValueError):

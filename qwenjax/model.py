@@ -170,6 +170,12 @@ class Qwen3Moe(nnx.Module):
         self.norm = make.ones(config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = nnx.data(None) if tied else make.matrix((config.vocab_size, config.hidden_size), vocab_axis)
+        if config.mtp_num_hidden_layers:
+            from qwenjax.mtp import MTPHead  # here, since the head is built of this module's layers
+
+            self.mtp = MTPHead(config, mesh, make)
+        else:
+            self.mtp = nnx.data(None)
 
     def __call__(self, tokens: jax.Array, context: Context, epochs: jax.Array) -> tuple[jax.Array, Context, jax.Array]:
         """Runs tokens at their context's positions.
@@ -208,7 +214,7 @@ class Qwen3Moe(nnx.Module):
             out, epochs = feed_forward(normed, layer, epochs)
             return x + out, context, epochs
 
-        carry = (self._embed(tokens), context, epochs)
+        carry = (self.embed(tokens), context, epochs)
         x, context, epochs = jax.lax.fori_loop(0, config.num_hidden_layers, block, carry)
         return rms_norm(x, self.norm[...], config.rms_norm_eps), context, epochs
 
@@ -218,7 +224,8 @@ class Qwen3Moe(nnx.Module):
         local = linear(hidden, head[...], out_dtype=jnp.float32)
         return jax.lax.all_gather(local, MODEL, axis=local.ndim - 1, tiled=True) if self.split_vocab else local
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings [..., hidden] of tokens int32 [...], the same on every model rank."""
         table = self.embed_tokens[...]
         if not self.split_vocab:
             return table[tokens]

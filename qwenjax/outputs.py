@@ -69,12 +69,47 @@ class RequestMetrics:
 
 
 @dataclass
+class SpeculationStats:
+    """How drafts fared. steps: decode steps that drafted; tokens: drawn in them. drafted, accepted: per draft position,
+    in how many steps it was tried (an output's end cuts a step short) and equalled the model's own token."""
+
+    steps: int
+    tokens: int
+    drafted: list[int]
+    accepted: list[int]
+
+    @classmethod
+    def of(cls, num_drafts: int) -> SpeculationStats:
+        """Of no step yet."""
+        return cls(0, 0, [0] * num_drafts, [0] * num_drafts)
+
+    def add(self, num_tokens: int, finished: bool) -> None:
+        """One step that drew num_tokens, the last of which ended the output where `finished`."""
+        self.steps, self.tokens = self.steps + 1, self.tokens + num_tokens
+        tried = num_tokens - 1 if finished else len(self.drafted)
+        self.drafted = [count + (place < tried) for place, count in enumerate(self.drafted)]
+        self.accepted = [count + (place < num_tokens - 1) for place, count in enumerate(self.accepted)]
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The share of steps in which the draft at each position was accepted; NaN where none was tried."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        return [accepted / drafted if drafted else float("nan") for accepted, drafted in pairs]
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a step drew on average, accepted drafts and the one after them; NaN without steps."""
+        return self.tokens / self.steps if self.steps else float("nan")
+
+
+@dataclass
 class RequestOutput:
     """A request's outputs, complete or so far.
 
     prompt: the text, or None where ids were given.
     prompt_logprobs: per prompt token, {id: Logprob} with the prompt's id first, and None for the first token,
         which nothing precedes; None where not asked for.
+    speculation: how this request's drafts fared; None where it had none.
     """
 
     request_id: str
@@ -84,3 +119,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
     metrics: RequestMetrics | None = None
+    speculation: SpeculationStats | None = None

@@ -37,6 +37,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many of the most likely ids to report at each output or prompt token,
         besides the token itself; 0 reports the token alone, None nothing.
     skip_special_tokens: special tokens leave no text.
+    speculation: draft tokens for this request where the engine speculates; the output is the same either way.
     logit_bias: {id: bias} added to the logits, at most 1,024 of them, each within 1e30 of 0.
 
     `stop` and `stop_token_ids` are kept as tuples. NumPy numbers are taken as Python's.
@@ -62,6 +63,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    speculation: bool = True
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class SamplingParams:
         self._keep_int("min_tokens", 0)
         self._keep_int("logprobs", 0, optional=True)
         self._keep_int("prompt_logprobs", 0, optional=True)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False")
         self._keep("stop", _stop_strings(self.stop))

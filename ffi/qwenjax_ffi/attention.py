@@ -42,20 +42,43 @@ def paged_attention(
     there is finite and means nothing). Scores are scaled by head_dim^-0.5; scores, softmax and sums in float32.
     Returns [batch, tokens, q_heads, head_dim] of q's dtype.
     """
-    batch, head_dim = q.shape[0], q.shape[3]
+    batch, tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[3]
     layer = jnp.asarray(layer, jnp.int32).reshape(())
+    newest = jnp.max(positions, axis=1)
+    grouped = q.reshape(batch, tokens, kv_heads, q_heads // kv_heads, head_dim)
 
-    def gather(cache: jax.Array) -> jax.Array:
-        pages = cache[layer, page_table]  # [batch, max_pages, kv_heads, page_size, head_dim]
-        return pages.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
+    # One page of every sequence at a time, with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867):
+    # work and memory follow the longest sequence there is rather than the longest there may be. Pages past a
+    # sequence's own end change nothing in its row, so that its bits do not depend on its neighbours.
+    def add_page(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, out = carry
+        page = jax.lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
+        keys, values = k_cache[layer, page], v_cache[layer, page]  # [batch, kv_heads, page_size, head_dim]
+        position_of_key = index * page_size + jnp.arange(page_size)
+        # What lies past the newest position was left by earlier sequences. It gets no weight, but 0 * NaN is NaN.
+        written = position_of_key[None, :] <= newest[:, None]
+        values = jnp.where(written[:, None, :, None], values, 0)
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+        visible = position_of_key[None, None, :] <= positions[:, :, None]
+        scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, _MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.where(visible[:, None, None], jnp.exp(scores - new_top), 0)
+        scale = jnp.exp(top - new_top)
+        total = total * scale + jnp.sum(weights, axis=-1, keepdims=True)
+        added = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
+        return new_top, total, out * scale + added
 
-    keys, values = gather(k_cache), gather(v_cache)
-    position_of_key = jnp.arange(page_table.shape[1] * page_size)
-    # What lies past the newest position was left by earlier sequences. It gets no weight, but 0 * NaN is NaN.
-    written = position_of_key[None, :] <= jnp.max(positions, axis=1)[:, None]
-    values = jnp.where(written[:, None, :, None], values, 0)
-    return _attend(q, keys, values, position_of_key[None, None, :] <= positions[:, :, None])
+    rows = (batch, kv_heads, q_heads // kv_heads, tokens)
+    start = (
+        jnp.full((*rows, 1), _MASKED, jnp.float32),
+        jnp.zeros((*rows, 1), jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
+    )
+    num_pages = jnp.max(newest) // page_size + 1  # 0 where all is padding: -1 // page_size is -1
+    _, total, out = jax.lax.fori_loop(0, num_pages, add_page, start)
+    out = out / jnp.where(total > 0, total, 1)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, tokens, q_heads, head_dim).astype(q.dtype)
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
@@ -64,6 +87,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     q: [batch, tokens, q_heads, head_dim]; k, v: [batch, tokens, kv_heads, head_dim]; positions: int32 [batch, tokens],
     -1 for padding, which is attended to by none. Scaling, sums and result as paged_attention.
     """
+    v = jnp.where((positions >= 0)[:, :, None, None], v, 0)  # padding gets no weight, but 0 * NaN is NaN
     of_keys = positions[:, None, :]
     visible = (of_keys >= 0) & (of_keys <= positions[:, :, None])
     return _attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible)

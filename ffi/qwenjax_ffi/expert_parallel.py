@@ -6,6 +6,8 @@ passes its own share of w13 and w2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import AxisName, all_reduce
+from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.routing import sort_rows
 from qwenjax_ffi.weights import Weight
@@ -27,6 +30,7 @@ class ExpertWeights(NamedTuple):
     layer: jax.Array | int
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def local_experts(
     x: jax.Array,
     ids: jax.Array,
@@ -37,17 +41,45 @@ def local_experts(
 ) -> jax.Array:
     """What this rank's experts add to each token: float32 [tokens, hidden], zeros where none was chosen.
 
-    x: [tokens, hidden]; ids: int32 [tokens, top_k], -1 for none; weights: float32 [tokens, top_k].
+    x: [tokens, hidden]; ids: int32 [tokens, top_k], -1 for none; weights: float32 [tokens, top_k]. Where it is
+    differentiated (in x, weights and plain expert weights), qwenjax_ffi.experts_training's form runs instead.
     """
     rows = sort_rows(ids, first_expert, experts.w13.shape[1])
     hidden = moe_gate_up(
         x, rows.row_token, rows.group_sizes, experts.w13, experts.layer, activation_format=activation_format
     )
     row_weight = weights.reshape(-1)[rows.row_choice]
-    out = moe_down(
-        hidden, rows.group_sizes, experts.w2, row_weight, experts.layer, activation_format=activation_format
-    )
+    out = moe_down(hidden, rows.group_sizes, experts.w2, row_weight, experts.layer, activation_format=activation_format)
     return sum_rows(out, rows.token_rows)
+
+
+def _local_experts_forward(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    first_expert: jax.Array | int,
+    activation_format: ActivationFormat,
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    if activation_format != "model":
+        raise ValueError(f"activation_format {activation_format!r} cannot be differentiated; train with 'model'")
+
+    def form(x: jax.Array, weights: jax.Array, w13: Weight, w2: Weight) -> jax.Array:
+        return local_experts_training(x, ids, weights, w13, w2, experts.layer, first_expert)
+
+    return jax.vjp(form, x, weights, experts.w13, experts.w2)
+
+
+def _local_experts_backward(
+    activation_format: ActivationFormat,
+    pullback: Callable[[jax.Array], tuple[jax.Array, ...]],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, None, jax.Array, ExpertWeights, None]:
+    dx, dweights, dw13, dw2 = pullback(cotangent)
+    return dx, None, dweights, ExpertWeights(dw13, dw2, None), None  # type: ignore[arg-type]
+
+
+local_experts.defvjp(_local_experts_forward, _local_experts_backward)
 
 
 def moe_replicated_tokens(
@@ -144,8 +176,6 @@ def moe_sharded_tokens(
     experts_per_rank = experts.w13.shape[1]
     there, epochs = dispatch(x, ids, weights, experts_per_rank, axis_name, epochs)
     first = jax.lax.axis_index(axis_name) * experts_per_rank
-    flat_x, flat_ids, flat_weights = (
-        leaf.reshape(-1, leaf.shape[-1]) for leaf in (there.x, there.ids, there.weights)
-    )
+    flat_x, flat_ids, flat_weights = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (there.x, there.ids, there.weights))
     partial = local_experts(flat_x, flat_ids, flat_weights, experts, first, activation_format)
     return combine(partial.astype(x.dtype).reshape(there.x.shape), there.slots, axis_name, epochs)

@@ -107,7 +107,9 @@ def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
 def _check_groups(group_sizes: jax.Array, weight: Weight, layer: jax.Array | int | None, features: int) -> None:
     dims = 3 if layer is None else 4
     if weight.ndim != dims:
-        raise ValueError(f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes")
+        raise ValueError(
+            f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes"
+        )
     if weight.shape[-1] != features:
         raise ValueError(f"weight contracts {weight.shape[-1]} features, the rows have {features}")
     if group_sizes.shape != (weight.shape[-3],) or group_sizes.dtype != jnp.int32:

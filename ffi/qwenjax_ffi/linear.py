@@ -22,9 +22,7 @@ def linear(
     decoded exactly to x's dtype first.
     """
     matrix = decode(select_layer(weight, layer), x.dtype)
-    y = jax.lax.dot_general(
-        x, matrix, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    y = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         chosen = select_layer(bias, layer)
         assert isinstance(chosen, jax.Array)

@@ -46,7 +46,8 @@ def select_layer(weight: Weight, layer: jax.Array | int | None) -> Weight:
 def decode_scales(scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """UE8M0 bytes as 2^(byte - 127), built from exponent bits so that no rounding or flush can happen.
 
-    Bytes under 2^-117 (which the quantiser never writes) and 0xff (NaN) decode as float32 defines them.
+    0xff is NaN, as OCP MX defines it. Byte 0, 2^-127, is a float32 subnormal, which backends that flush those read as
+    zero; the quantiser writes nothing under 2^-117.
     """
     bits = scales.astype(jnp.uint32)
     # Byte 0 is 2^-127, a float32 subnormal: mantissa bit 22. Byte 255 is NaN in the OCP specification.

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from tqdm import tqdm
 
-from qwenjax.checkpoint.mapping import EMBEDDING, TIED_HEAD, Piece, plan
+from qwenjax.checkpoint.mapping import EMBEDDING, MTP_PREFIX, TIED_HEAD, Piece, plan
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.safetensors import Checkpoint, CheckpointError
 from qwenjax.config import ModelConfig
 from qwenjax.model import abstract_model
-from qwenjax.sharded_model import ShardedModel, shardings
+from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
 
 _READERS = 8  # threads: they wait for the disk and for copies, both outside the interpreter's lock
 _MAX_CHUNK_BYTES = 32 << 20  # of a file in one read: large enough to stream, small beside any model
@@ -48,8 +47,12 @@ def load_model(
     if config.quantization is not None:
         method = config.quantization.get("quant_method")
         raise CheckpointError(f"{folder}: is quantised ({method!r}); this loader reads bf16, fp16 and fp32 weights")
-    graphdef, abstract = abstract_model(config, mesh, dtype)
     checkpoint = Checkpoint(folder)
+    # Checkpoints in the wild hold a head without a word in config.json.
+    if any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
+        config = replace(config, mtp_num_hidden_layers=1)
+        config.check()
+    graphdef, abstract = abstract_model(config, mesh, dtype)
     try:
         pieces = plan(config, checkpoint.tensors)
     except CheckpointError as error:
@@ -57,19 +60,8 @@ def load_model(
     _check_dtypes(checkpoint, pieces)
     if config.tie_word_embeddings and TIED_HEAD in checkpoint.tensors:
         _check_tied(checkpoint)
-    filler = _Filler(checkpoint, _by_path(shardings(abstract, mesh)), _by_path(abstract), progress)
-    arrays = filler.fill(pieces)
-    state = jax.tree_util.tree_map_with_path(lambda path, _: arrays[_path_name(path)], abstract)
-    return ShardedModel(config, mesh, graphdef, state)
-
-
-def _path_name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_path_name(path): leaf for path, leaf in leaves}
+    filler = _Filler(checkpoint, by_name(shardings(abstract, mesh)), by_name(abstract), progress)
+    return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
 
 
 def _check_dtypes(checkpoint: Checkpoint, pieces: list[Piece]) -> None:
@@ -78,7 +70,8 @@ def _check_dtypes(checkpoint: Checkpoint, pieces: list[Piece]) -> None:
         dtype = checkpoint.tensors[piece.source].dtype
         if dtype not in floats:
             raise CheckpointError(
-                f"{checkpoint.file_of(piece.source)}: tensor {piece.source!r} is {dtype}; weights are bf16, fp16 or fp32"
+                f"{checkpoint.file_of(piece.source)}: tensor {piece.source!r} is {dtype}; "
+                "weights are bf16, fp16 or fp32"
             )
 
 
@@ -168,13 +161,15 @@ class _Filler:
         itemsize = self.checkpoint.tensors[piece.source].dtype.itemsize
         for part, devices in wanted.items():
             for chunk in _chunks(part, max(1, self.chunk_bytes // itemsize)):
-                index = tuple(slice(low - start, high - start) for (low, high), start in zip(chunk, piece.start, strict=True))
+                index = tuple(
+                    slice(low - start, high - start) for (low, high), start in zip(chunk, piece.start, strict=True)
+                )
                 targets = tuple(
                     (device, tuple(low - first for (low, _), (first, _) in zip(chunk, boxes[device], strict=True)))
                     for device in devices
                 )
-                box = tuple(high - low for low, high in chunk)
-                yield _Read(piece.source, index[-len(piece.shape) :], box, piece.parameter, targets)
+                counts = tuple(high - low for low, high in chunk)
+                yield _Read(piece.source, index[-len(piece.shape) :], counts, piece.parameter, targets)
 
     def _fill(self, read: _Read) -> int:
         dtype = self.shapes[read.parameter].dtype

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from qwenjax.checkpoint.safetensors import CheckpointError, TensorInfo
-from qwenjax.config import ModelConfig
+from qwenjax.config import ModelConfig, head_config
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+MTP_PREFIX = "mtp."
 _NAMES_SHOWN = 20  # of a list of names in an error; a wrong config can make it thousands long
 
 
@@ -67,13 +68,19 @@ def pieces_of_layer(config: ModelConfig, layer: int, fused: bool) -> Iterator[Pi
         yield piece(name + "down_proj.weight", (hidden, width), "experts.w2", index, expert)
 
 
-def plan(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[Piece]:
-    """Every piece of the model, one for each tensor of the files.
+def pieces_of_head(config: ModelConfig, fused: bool) -> Iterator[Piece]:
+    """The tensors of the multi-token-prediction head, under the names that SGLang and vLLM read for Qwen's heads."""
+    hidden = config.hidden_size
+    yield Piece("mtp.fc.weight", (hidden, 2 * hidden), "mtp.fc", (0, 0))
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        yield Piece(f"mtp.{name}.weight", (hidden,), f"mtp.{name}", (0,))
+    for piece in pieces_of_layer(head_config(config), 0, fused):
+        source = MTP_PREFIX + piece.source.removeprefix("model.")
+        yield replace(piece, source=source, parameter=MTP_PREFIX + piece.parameter)
 
-    A tied checkpoint may hold lm_head.weight too; the caller checks that it equals the embedding. Raises
-    CheckpointError, naming them, for tensors that the model needs and the files lack, for those that the files have
-    and the model has no place for, and for shapes that differ from the config's.
-    """
+
+def all_pieces(config: ModelConfig, tensors: Container[str] = ()) -> list[Piece]:
+    """Every piece of the model by the config alone; `tensors`, the names in the files, tell where experts are fused."""
     vocabulary = (config.vocab_size, config.hidden_size)
     pieces = [
         Piece(EMBEDDING, vocabulary, "embed_tokens", (0, 0)),
@@ -84,6 +91,19 @@ def plan(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[Piece]:
     for layer in range(config.num_hidden_layers):
         fused = f"model.layers.{layer}.mlp.experts.gate_up_proj" in tensors
         pieces += pieces_of_layer(config, layer, fused)
+    if config.mtp_num_hidden_layers:
+        pieces += pieces_of_head(config, "mtp.layers.0.mlp.experts.gate_up_proj" in tensors)
+    return pieces
+
+
+def plan(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[Piece]:
+    """Every piece of the model, one for each tensor of the files.
+
+    A tied checkpoint may hold lm_head.weight too; the caller checks that it equals the embedding. Raises
+    CheckpointError, naming them, for tensors that the model needs and the files lack, for those that the files have
+    and the model has no place for, and for shapes that differ from the config's.
+    """
+    pieces = all_pieces(config, tensors)
     known = {piece.source for piece in pieces} | ({TIED_HEAD} if config.tie_word_embeddings else set())
     missing = [piece.source for piece in pieces if piece.source not in tensors]
     unused = [name for name in tensors if name not in known]

@@ -29,7 +29,8 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{model}: no such folder, and the Hugging Face cache has no snapshot of it that can be used offline: {error}"
+            f"{model}: no such folder, and the Hugging Face cache has no snapshot of it that can be used offline: "
+            f"{error}"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"{model}: no such folder, and no repository to be had: {error}") from error

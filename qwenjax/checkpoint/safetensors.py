@@ -76,9 +76,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
-            raise CheckpointError(
-                f"{self.path}: truncated: {size} bytes hold no header; fetch the file again"
-            )
+            raise CheckpointError(f"{self.path}: truncated: {size} bytes hold no header; fetch the file again")
         length = int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little")
         if length > MAX_HEADER_BYTES or 8 + length > size:
             raise CheckpointError(
@@ -115,7 +113,7 @@ class SafetensorsFile:
         # Axes after `axis` are whole, so that they and it form one contiguous run.
         axis = max((i for i, count in enumerate(counts) if count != info.shape[i]), default=0)
         strides = [math.prod(info.shape[i + 1 :]) * info.dtype.itemsize for i in range(len(counts))]
-        by_rows = axis > 0 and counts[axis] * strides[axis] < MIN_RUN_BYTES
+        by_rows = axis > 0 and counts[axis - 1] > 1 and counts[axis] * strides[axis] < MIN_RUN_BYTES
         outer = axis - 1 if by_rows else axis
         parts = math.prod(counts[:outer])
         targets = flat.reshape(parts, flat.size // parts)
@@ -296,6 +294,4 @@ def _check_listed(file: SafetensorsFile, listed: list[str], index_path: Path) ->
         raise CheckpointError(f"{file.path}: lacks {', '.join(absent)}, which {index_path.name} places there")
     extra = sorted(set(file.tensors) - set(listed))
     if extra:
-        raise CheckpointError(
-            f"{file.path}: holds {', '.join(extra)}, which {index_path.name} lists elsewhere"
-        )
+        raise CheckpointError(f"{file.path}: holds {', '.join(extra)}, which {index_path.name} lists elsewhere")

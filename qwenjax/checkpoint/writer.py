@@ -53,7 +53,7 @@ class SafetensorsWriter:
         self._lock = threading.Lock()
         self._part = self.path.with_name(self.path.name + PART_SUFFIX)
         self._file = open(self._part, "wb", buffering=0)  # noqa: SIM115 - open until close()
-        os.posix_fallocate(self._file.fileno(), 0, self._data_start + self.nbytes)
+        os.ftruncate(self._file.fileno(), self._data_start + self.nbytes)
         _write_all(self._file.fileno(), np.frombuffer(len(raw).to_bytes(8, "little") + raw, np.uint8), 0)
 
     def write(self, name: str, array: np.ndarray, row: int = 0) -> None:
@@ -66,9 +66,7 @@ class SafetensorsWriter:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start = row * (info.nbytes // info.shape[0]) if row else 0
         if start + raw.size > info.nbytes:
-            raise ValueError(
-                f"tensor {name!r} has {info.shape[0]} rows; row {row} + {len(array)} is past them"
-            )
+            raise ValueError(f"tensor {name!r} has {info.shape[0]} rows; row {row} + {len(array)} is past them")
         _write_all(self._file.fileno(), raw, self._data_start + self._offsets[name] + start)
         with self._lock:
             self._written[name] += raw.size

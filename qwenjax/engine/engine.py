@@ -20,7 +20,7 @@ from qwenjax.engine.programs import Chunk, Drawn, Programs
 from qwenjax.engine.sequence import Request, Sequence, logprob_entry
 from qwenjax.engine.slots import SlotRows, create_slots
 from qwenjax.mesh import DATA
-from qwenjax.outputs import RequestOutput
+from qwenjax.outputs import RequestOutput, SpeculationStats
 from qwenjax.sampling import TopLogprobs, build_arrays, new_seed
 from qwenjax.sampling_params import SamplingParams, validate_for
 from qwenjax.sharded_model import ShardedModel
@@ -35,7 +35,9 @@ class EngineConfig:
 
     max_model_len: tokens of prompt and output together. max_num_seqs: slots of a data rank. num_pages: pages of
     page_size tokens, of a data rank. max_num_batched_tokens: of one prefill call and data rank; longer prompts run in
-    several calls. num_steps: tokens that a decode call draws for each slot.
+    several calls. num_steps: of a decode call, each of which draws a token for each slot, or several with speculation.
+    num_speculative_tokens: drafts of a step, 0 for none. speculation_max_batch: with more sequences than this on a data
+    rank a call does without drafts.
     """
 
     max_model_len: int
@@ -44,6 +46,8 @@ class EngineConfig:
     page_size: int
     max_num_batched_tokens: int
     num_steps: int
+    num_speculative_tokens: int = 0
+    speculation_max_batch: int = 32
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_pages", "page_size", "num_steps"):
@@ -53,6 +57,9 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least {_SHORTEST_CHUNK}"
             )
+        for name in ("num_speculative_tokens", "speculation_max_batch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
     @property
     def max_pages(self) -> int:
@@ -71,6 +78,16 @@ class EngineConfig:
     def decode_batches(self) -> list[int]:
         """Numbers of slots that decode is compiled for: one sequence alone need not pay for a full batch."""
         return sorted({batch for batch in (1, 8, 64) if batch < self.max_num_seqs} | {self.max_num_seqs})
+
+    @property
+    def decode_variants(self) -> list[tuple[int, int]]:
+        """Batch and number of drafts of every decode program. Requests may go without drafts at any batch."""
+        plain = [(batch, 0) for batch in self.decode_batches]
+        if not self.num_speculative_tokens:
+            return plain
+        smallest = self.decode_batches[0]
+        fits = [batch for batch in self.decode_batches if batch <= max(self.speculation_max_batch, smallest)]
+        return plain + [(batch, self.num_speculative_tokens) for batch in fits]
 
 
 class Engine:
@@ -91,8 +108,10 @@ class Engine:
             max_pages=config.max_pages,
             page_size=config.page_size,
             dtype=model.dtype,
+            num_drafts=config.num_speculative_tokens,
         )
-        self._compiled: dict[tuple[str, int], Any] = {}
+        self.speculation = SpeculationStats.of(config.num_speculative_tokens)
+        self._compiled: dict[tuple[str, Any], Any] = {}
         self._pools = [PagePool(config.num_pages) for _ in range(self.ranks)]
         self._table: list[list[Sequence | None]] = [[None] * config.max_num_seqs for _ in range(self.ranks)]
         self._waiting: deque[Sequence] = deque()
@@ -137,6 +156,7 @@ class Engine:
             params.resolve_max_tokens(len(ids), self.config.max_model_len),
             params.end_ids(self.tokenizer.eos_ids),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            speculation=SpeculationStats.of(self.config.num_speculative_tokens if params.speculation else 0),
         )
         request.sequences = [Sequence(request, index, self.tokenizer) for index in range(params.n)]
         self._requests[request_id] = request
@@ -169,15 +189,16 @@ class Engine:
 
         Requests run the compiled programs themselves: nothing can compile after this.
         """
-        lengths, batches = self.config.chunk_lengths, self.config.decode_batches
-        programs = Programs(self.model.graphdef, self.model.mesh, batches, self.config.num_steps)
+        lengths, variants = self.config.chunk_lengths, self.config.decode_variants
+        with_head = self.config.num_speculative_tokens > 0
+        programs = Programs(self.model.graphdef, self.model.mesh, variants, self.config.num_steps, with_head)
         no = np.bool_(False)
-        traced: dict[tuple[str, int], Any] = {}
+        traced: dict[tuple[str, Any], Any] = {}
         state, slots = self.model.state, self._slots
         for length in lengths:
             traced["prefill", length] = programs.prefill.trace(state, slots, self._chunk([], length), no, no)
-        for batch in batches:
-            traced["decode", batch] = programs.decode[batch].trace(state, slots, self._keep(), np.int32(0), no)
+        for variant in variants:
+            traced["decode", variant] = programs.decode[variant].trace(state, slots, self._keep(), np.int32(0), no)
         with (
             ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
@@ -253,15 +274,36 @@ class Engine:
         num_steps = min(self.config.num_steps, max(sequence.num_left for sequence in running))
         highest = max(sequence.slot for sequence in running)
         batch = next(size for size in self.config.decode_batches if size > highest)
+        num_drafts = self._num_drafts(batch, running)
         want = any(sequence.request.params.logprobs is not None for sequence in running)
-        drawn = jax.device_get(self._run_decode(batch, num_steps, want))
+        drawn = jax.device_get(self._run_decode((batch, num_drafts), num_steps, want))
         for sequence in running:
-            column = sequence.rank * batch + sequence.slot
-            for step in range(num_steps):
-                if not sequence.output.finished:
-                    logprobs = _at(drawn.logprobs, (step, column)) if want else None
-                    self._append(sequence, int(drawn.tokens[step, column]), logprobs)
+            self._take(sequence, drawn, sequence.rank * batch + sequence.slot, num_steps, want)
         return _distinct(sequence.request for sequence in running)
+
+    def _num_drafts(self, batch: int, running: SequenceOf[Sequence]) -> int:
+        busiest = max(sum(sequence is not None for sequence in table) for table in self._table)
+        wanted = any(sequence.request.params.speculation for sequence in running)
+        num_drafts = self.config.num_speculative_tokens
+        fits = busiest <= self.config.speculation_max_batch and (batch, num_drafts) in self.config.decode_variants
+        return num_drafts if wanted and fits else 0
+
+    def _take(self, sequence: Sequence, drawn: Drawn, column: int, num_steps: int, want_logprobs: bool) -> None:
+        """Hands a sequence what a decode call drew for it."""
+        speculated = drawn.tokens.shape[1] > 1 and sequence.request.params.speculation
+        for step, row_tokens in enumerate(drawn.tokens[:num_steps, :, column].tolist()):
+            count = 0
+            for row, token in enumerate(row_tokens):
+                if token < 0 or sequence.output.finished:
+                    break
+                logprobs = _at(drawn.logprobs, (step, row, column)) if want_logprobs else None
+                self._append(sequence, token, logprobs)
+                count += 1
+            if count and speculated:
+                for stats in (self.speculation, sequence.request.speculation):
+                    stats.add(count, sequence.output.finished)
+            if sequence.output.finished:
+                return
 
     def _append(self, sequence: Sequence, token: int, logprobs: TopLogprobs | None) -> None:
         sequence.append(token, logprobs)
@@ -275,12 +317,12 @@ class Engine:
         )
         return drawn, prompt_logprobs
 
-    def _run_decode(self, batch: int, num_steps: int, want: bool) -> Drawn:
-        program = self._program("decode", batch)
+    def _run_decode(self, variant: tuple[int, int], num_steps: int, want: bool) -> Drawn:
+        program = self._program("decode", variant)
         self._slots, drawn = program(self.model.state, self._slots, self._keep(), np.int32(num_steps), np.bool_(want))
         return drawn
 
-    def _program(self, name: str, size: int) -> Any:
+    def _program(self, name: str, size: Any) -> Any:
         if not self._compiled:
             self.warm_up(progress=False)
         return self._compiled[name, size]
@@ -308,7 +350,7 @@ class Engine:
         slot = np.full(num_rows, config.max_num_seqs, np.int32)
         first, last = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
         page_table = np.zeros((num_rows, config.max_pages), np.int32)
-        end_lengths = np.zeros(num_rows, np.int32)
+        end_lengths, speculates = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_)
         sampling: list[Any] = [None] * num_rows
         for row, sequence in zip(self._rows_of(batch, length), batch, strict=True):
             ids, start = sequence.request.prompt_token_ids, sequence.num_prefilled
@@ -320,8 +362,9 @@ class Engine:
             first[row], last[row] = start == 0, start + len(part) == len(ids)
             page_table[row, : len(sequence.pages)] = sequence.pages
             end_lengths[row] = len(ids) + sequence.request.max_tokens
+            speculates[row] = sequence.request.params.speculation
             sampling[row] = sequence.sampling_row()
-        rows = SlotRows(page_table, end_lengths, build_arrays(sampling))
+        rows = SlotRows(page_table, end_lengths, speculates, build_arrays(sampling))
         return Chunk(tokens, positions, next_tokens, slot, first, last, rows)
 
     def _add_prompt_logprobs(self, request: Request, start: int, count: int, found: TopLogprobs) -> None:

@@ -13,14 +13,15 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.cache import PagedContext
-from qwenjax.engine.slots import BY_SLOT, SlotRows, Slots, slots_specs
-from qwenjax.mesh import DATA
+from qwenjax.engine.slots import SlotRows, Slots, slots_specs
+from qwenjax.engine.speculate import draft
+from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.model import Qwen3Moe
 from qwenjax.sampling import TokenCounts, TopLogprobs, sample, token_logprobs
 from qwenjax.sampling_params import MAX_LOGPROBS
 from qwenjax.sharded_model import on_ranks
 
-_BY_STEP = PartitionSpec(None, DATA)  # [steps, slots, …]
+_BY_STEP = PartitionSpec(None, None, DATA)  # [steps, positions, slots, …]
 _WHOLE = PartitionSpec()
 
 
@@ -31,7 +32,7 @@ class Chunk:
 
     tokens, positions: int32 [rows, length], position -1 for padding; slot: int32 [rows], on the row's data rank, or
     the number of slots for an empty row; first and last: bool [rows], whether the chunk begins or ends its prompt;
-    next_tokens: int32 [rows, length], the prompt's token after each, for prompt_logprobs.
+    next_tokens: int32 [rows, length], the prompt's token after each, for prompt_logprobs and the head.
     """
 
     tokens: Any
@@ -83,6 +84,15 @@ def prefill(
     prompt_logprobs = _prompt_logprobs_if(want_prompt_logprobs, model, hidden, chunk.next_tokens)
 
     slot = jnp.where(chunk.last, chunk.slot, slots.tokens.shape[0])
+    if slots.head is not None:
+        # The head runs where the next token is known; at the prompt's end it is the one just drawn.
+        known = valid & ~(chunk.last[:, None] & (jnp.arange(valid.shape[1]) == last_index[:, None]))
+        positions = jnp.where(known, chunk.positions, -1)
+        context = PagedContext(slots.head.cache, chunk.rows.page_table, positions)
+        _, context, epochs = model.mtp(model.embed(chunk.next_tokens), hidden, context, slots.epochs)
+        head = replace(slots.head, cache=context.cache)
+        head = head.begin(slot, hidden[rows, last_index], tokens, position - 1)
+        slots = replace(slots, head=head, epochs=epochs)
     goes_on = ~chunk.rows.sampling.is_end(tokens) & (position + 1 < chunk.rows.end_lengths)
     in_output = slots.counts.in_output.at[slot, tokens].add(1, mode="drop")
     slots = replace(
@@ -104,40 +114,70 @@ def decode(
     *,
     batch: int,
     max_steps: int,
+    num_drafts: int,
 ) -> tuple[Slots, Drawn]:
-    """Draws up to num_steps tokens for every active slot among the first `batch`, all on the device.
+    """Runs num_steps steps of the first `batch` slots, all on the device; each draws 1 to num_drafts + 1 tokens.
 
     keep: bool [slots], false for a slot that the host has ended; num_steps: int32 scalar, at most max_steps. Returns
-    the slots and the tokens [max_steps, batch], -1 where none was drawn.
+    the slots and the tokens [max_steps, num_drafts + 1, batch], -1 where none was drawn.
     """
     slots = replace(slots, active=slots.active & keep)
-    page_table, sampling = jax.tree.map(lambda table: table[:batch], (slots.page_table, slots.sampling))
-    end_lengths = slots.end_lengths[:batch]
+    page_table, sampling, end_lengths, speculates = jax.tree.map(
+        lambda table: table[:batch], (slots.page_table, slots.sampling, slots.end_lengths, slots.speculates)
+    )
+    num_rows = num_drafts + 1
+
+    def verify(
+        slots: Slots, drawn: Drawn, index: jax.Array, hidden: jax.Array, drafts: jax.Array
+    ) -> tuple[Slots, Drawn]:
+        """Draws the model's own tokens from hidden [batch, positions, hidden] while the drafts equal them."""
+        logits = model.logits(hidden)
+        start = slots.lengths[:batch]
+        expected = jnp.concatenate([drafts, jnp.full((batch, 1), -1, jnp.int32)], axis=1)  # -1: no draft to accept
+
+        def draw(row: jax.Array, carry: tuple[Slots, Drawn, jax.Array]) -> tuple[Slots, Drawn, jax.Array]:
+            slots, drawn, drawing = carry
+            position = start + 1 + row
+            own = jax.lax.dynamic_index_in_dim(logits, row, axis=1, keepdims=False)
+            counts = jax.tree.map(lambda table: table[:batch], slots.counts)
+            new = sample(own, sampling, position, counts)
+            now = Drawn(jnp.where(drawing, new, -1), _logprobs_if(want_logprobs, own, new))
+            drawn = jax.tree.map(lambda table, values: table.at[index, row].set(values), drawn, now)
+            goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
+            slots = replace(
+                slots,
+                counts=slots.counts.add(new, drawing),
+                tokens=slots.tokens.at[:batch].set(jnp.where(drawing, new, slots.tokens[:batch])),
+                lengths=slots.lengths.at[:batch].set(jnp.where(drawing, position, slots.lengths[:batch])),
+                active=slots.active.at[:batch].set(jnp.where(drawing, goes_on, slots.active[:batch])),
+            )
+            accepted = jax.lax.dynamic_index_in_dim(expected, row, axis=1, keepdims=False) == new
+            return slots, drawn, drawing & goes_on & accepted & speculates
+
+        slots, drawn, _ = jax.lax.fori_loop(0, num_rows, draw, (slots, drawn, slots.active[:batch]))
+        if slots.head is not None:
+            slots = replace(slots, head=slots.head.wait(hidden, drawn.tokens[index].T, start))
+        return slots, drawn
 
     def step(index: jax.Array, carry: tuple[Slots, Drawn]) -> tuple[Slots, Drawn]:
         slots, drawn = carry
         tokens, lengths, active = slots.tokens[:batch], slots.lengths[:batch], slots.active[:batch]
-        context = PagedContext(slots.cache, page_table, jnp.where(active, lengths, -1)[:, None])
-        hidden, context, epochs = model(tokens[:, None], context, slots.epochs)
-        logits = model.logits(hidden[:, 0])
-        position = lengths + 1
-        counts = jax.tree.map(lambda table: table[:batch], slots.counts)
-        new = sample(logits, sampling, position, counts)
-        now = Drawn(jnp.where(active, new, -1), _logprobs_if(want_logprobs, logits, new))
-        drawn = jax.tree.map(lambda table, row: table.at[index].set(row), drawn, now)
-        goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
-        slots = replace(
-            slots,
-            cache=context.cache,
-            epochs=epochs,
-            counts=slots.counts.add(new, active),
-            tokens=slots.tokens.at[:batch].set(jnp.where(active, new, tokens)),
-            lengths=slots.lengths.at[:batch].set(jnp.where(active, position, lengths)),
-            active=slots.active.at[:batch].set(active & goes_on),
-        )
-        return slots, drawn
+        head, epochs, drafts = slots.head, slots.epochs, jnp.zeros((batch, 0), jnp.int32)
+        if head is not None:
+            counts = jax.tree.map(lambda table: table[:batch], slots.counts)
+            head, drafts, epochs = draft(
+                model, head, active, lengths, end_lengths, page_table, sampling, counts, epochs, num_drafts
+            )
+        positions = lengths[:, None] + jnp.arange(num_rows)
+        # The last token of an output is never run, nor is what would follow it: its page may not be ours.
+        runs = active[:, None] & (positions < end_lengths[:, None] - 1)
+        context = PagedContext(slots.cache, page_table, jnp.where(runs, positions, -1))
+        hidden, context, epochs = model(jnp.concatenate([tokens[:, None], drafts], axis=1), context, epochs)
+        slots = replace(slots, cache=context.cache, epochs=epochs, head=head)
+        return verify(slots, drawn, index, hidden, drafts)
 
-    nothing = Drawn(jnp.full((max_steps, batch), -1, jnp.int32), _no_logprobs((max_steps, batch)))
+    shape = (max_steps, num_rows, batch)
+    nothing = Drawn(jnp.full(shape, -1, jnp.int32), _no_logprobs(shape))
     return jax.lax.fori_loop(0, num_steps, step, (slots, nothing))
 
 
@@ -168,21 +208,28 @@ def _prompt_logprobs_if(wanted: jax.Array, model: Qwen3Moe, hidden: jax.Array, i
 class Programs:
     """prefill and decode over a mesh, jitted and not yet compiled. Slots are donated: gone after a call.
 
-    decode: by batch size, in slots of a data rank.
+    decode: by batch size, in slots of a data rank, and number of drafts.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, batches: Sequence[int], max_steps: int) -> None:
-        slots = slots_specs()
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        mesh: Mesh,
+        variants: Sequence[tuple[int, int]],
+        max_steps: int,
+        with_head: bool,
+    ) -> None:
+        slots = slots_specs(with_head)
 
         def jitted(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
             return jax.jit(on_ranks(graphdef, mesh, function, in_specs, out_specs), donate_argnums=1)
 
-        self.prefill = jitted(prefill, (slots, BY_SLOT, _WHOLE, _WHOLE), (slots, BY_SLOT, BY_SLOT))
+        self.prefill = jitted(prefill, (slots, BY_DATA, _WHOLE, _WHOLE), (slots, BY_DATA, BY_DATA))
         self.decode = {
-            batch: jitted(
-                partial(decode, batch=batch, max_steps=max_steps),
-                (slots, BY_SLOT, _WHOLE, _WHOLE),
+            (batch, num_drafts): jitted(
+                partial(decode, batch=batch, max_steps=max_steps, num_drafts=num_drafts),
+                (slots, BY_DATA, _WHOLE, _WHOLE),
                 (slots, _BY_STEP),
             )
-            for batch in batches
+            for batch, num_drafts in variants
         }

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qwenjax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from qwenjax.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationStats,
+)
 from qwenjax.sampling import SamplingRow, TopLogprobs
 from qwenjax.sampling_params import SamplingParams
 from qwenjax.stop_strings import StopMatcher
@@ -25,6 +32,7 @@ class Request:
     seed: int
     max_tokens: int
     end_ids: tuple[int, ...]
+    speculation: SpeculationStats
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -47,6 +55,7 @@ class Request:
             self.prompt_logprobs,
             self.finished,
             metrics,
+            replace(self.speculation) if self.speculation.drafted else None,
         )
 
 

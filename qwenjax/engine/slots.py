@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.cache import CACHE_SPEC, KVCache, create_cache
 from qwenjax.config import ModelConfig
-from qwenjax.mesh import DATA
+from qwenjax.engine.speculate import HeadState, create_head_state, head_specs
+from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.sampling import SamplingArrays, TokenCounts, build_arrays
 from qwenjax.sharded_model import EPOCHS_SPEC
-
-BY_SLOT = PartitionSpec(DATA)  # slots are spread over the data ranks, each with the pages of its own
 
 
 @jax.tree_util.register_dataclass
@@ -26,9 +25,10 @@ class Slots:
 
     tokens: int32 [slots], the newest token, drawn and not yet run. lengths: int32 [slots], how many tokens came before
     it, which is its position. end_lengths: int32 [slots], at how many tokens, prompt included, the output is full.
-    active: bool [slots], whether to go on. page_table: int32 [slots, max_pages], page numbers of the own data rank.
+    active: bool [slots], whether to go on. speculates: bool [slots], whether to accept drafts. page_table: int32
+    [slots, max_pages], page numbers of the own data rank.
     counts: for penalties, of every slot: 5 bytes an id and slot (195 MB at 256 slots of Qwen3's vocabulary) in
-    return for one program whether or not a request has penalties.
+    return for one program whether or not a request has penalties. head: of an engine that speculates, else None.
     """
 
     cache: KVCache
@@ -37,9 +37,11 @@ class Slots:
     lengths: jax.Array
     end_lengths: jax.Array
     active: jax.Array
+    speculates: jax.Array
     sampling: SamplingArrays
     counts: TokenCounts
     epochs: jax.Array
+    head: HeadState | None
 
     def fill(self, slot: jax.Array, rows: SlotRows, first: jax.Array) -> Slots:
         """Puts rows into the slots whose first chunk this is. slot: int32 [rows]; first: bool [rows]."""
@@ -53,6 +55,7 @@ class Slots:
             page_table=put(self.page_table, rows.page_table),
             end_lengths=put(self.end_lengths, rows.end_lengths),
             active=put(self.active, jnp.zeros_like(first)),
+            speculates=put(self.speculates, rows.speculates),
             sampling=jax.tree.map(put, self.sampling, rows.sampling),
             counts=jax.tree.map(lambda table: table.at[slot].set(jnp.zeros((), table.dtype), mode="drop"), self.counts),
         )
@@ -65,12 +68,15 @@ class SlotRows:
 
     page_table: Any
     end_lengths: Any
+    speculates: Any
     sampling: SamplingArrays
 
 
-def slots_specs() -> Any:
+def slots_specs(with_head: bool) -> Any:
     """PartitionSpecs in the shape of Slots."""
-    return Slots(CACHE_SPEC, BY_SLOT, BY_SLOT, BY_SLOT, BY_SLOT, BY_SLOT, BY_SLOT, BY_SLOT, EPOCHS_SPEC)  # type: ignore[arg-type]
+    by_slot = {field.name: BY_DATA for field in fields(Slots)}
+    specs: Any = by_slot | {"cache": CACHE_SPEC, "epochs": EPOCHS_SPEC, "head": head_specs() if with_head else None}
+    return Slots(**specs)
 
 
 def create_slots(
@@ -82,10 +88,11 @@ def create_slots(
     max_pages: int,
     page_size: int,
     dtype: jnp.dtype,
+    num_drafts: int,
 ) -> Slots:
-    """Idle slots over a zeroed cache. max_pages: of one sequence."""
+    """Idle slots over a zeroed cache. max_pages: of one sequence; num_drafts: of a decode step, 0 for none."""
     num_slots = slots_per_rank * mesh.shape[DATA]
-    by_slot = NamedSharding(mesh, BY_SLOT)
+    by_slot = NamedSharding(mesh, BY_DATA)
 
     def zeros(dtype: Any, *shape: int) -> jax.Array:
         return jax.jit(lambda: jnp.zeros((num_slots, *shape), dtype), out_shardings=by_slot)()
@@ -97,7 +104,19 @@ def create_slots(
         lengths=zeros(jnp.int32),
         end_lengths=zeros(jnp.int32),
         active=zeros(jnp.bool_),
+        speculates=zeros(jnp.bool_),
         sampling=jax.device_put(build_arrays([None] * num_slots), by_slot),
         counts=TokenCounts(zeros(jnp.bool_, config.vocab_size), zeros(jnp.int32, config.vocab_size)),
         epochs=jax.device_put(np.zeros(mesh.size, np.int32), NamedSharding(mesh, EPOCHS_SPEC)),
+        head=create_head_state(
+            config,
+            mesh,
+            num_slots=num_slots,
+            num_drafts=num_drafts,
+            pages_per_rank=pages_per_rank,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        if num_drafts
+        else None,
     )

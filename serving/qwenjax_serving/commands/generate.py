@@ -15,6 +15,7 @@ from qwenjax import LLM, RequestOutput, SamplingParams
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import ModelConfig
 from qwenjax.llm import default_sampling_params, prompt_index
+from qwenjax.outputs import SpeculationStats
 from qwenjax.sampling_params import validate_for
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.commands.model_arguments import add_model_arguments
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
     parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 2 where the model has a head"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
     what.add_argument("--chat", action="append", help="a user's message, put into the chat template; likewise")
@@ -80,12 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
+        num_speculative_tokens=arguments.num_speculative_tokens,
         progress=arguments.progress,
     )
     start = time.monotonic()
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts] if arguments.chat else texts
     results = show(llm, ids, params, sys.stdout, as_json=arguments.json)
-    print(figures(results, time.monotonic() - start), file=sys.stderr)
+    print(figures(results, time.monotonic() - start, llm.speculation), file=sys.stderr)
     return 0
 
 
@@ -153,10 +158,14 @@ def _several(output: RequestOutput) -> str:
     return "\n".join(f"[{part.index}] {part.text}" for part in output.outputs)
 
 
-def figures(results: Sequence[RequestOutput], seconds: float) -> str:
-    """The last line: tokens, time to first token (the median of the requests), tokens a second."""
+def figures(results: Sequence[RequestOutput], seconds: float, speculation: SpeculationStats | None) -> str:
+    """The last line: tokens, median time to first token, tokens a second, and how drafts fared where there were any."""
     first = sorted(r.metrics.time_to_first_token or 0.0 for r in results if r.metrics)
     drawn = sum(len(part.token_ids) for result in results for part in result.outputs)
     read = sum(len(result.prompt_token_ids) for result in results)
     waited = f"{first[len(first) // 2] * 1e3:.0f} ms" if first else "none"
-    return f"{read} prompt tokens, {drawn} new; time to first token {waited}; {drawn / seconds:.1f} tokens/s"
+    line = f"{read} prompt tokens, {drawn} new; time to first token {waited}; {drawn / seconds:.1f} tokens/s"
+    if speculation is None or not speculation.steps:
+        return line
+    shares = " ".join(f"{share:.0%}" for share in speculation.acceptance)
+    return f"{line}; drafts accepted {shares}, {speculation.mean_length:.2f} tokens a step"
