@@ -52,6 +52,7 @@ class LLM:
         data_parallel: int = 1,
         model_parallel: int = 1,
         dtype: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
@@ -66,7 +67,8 @@ class LLM:
         """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles its programs.
 
         data_parallel x model_parallel: the mesh; experts are spread over all of it. dtype: "auto" (config.json's),
-        "bfloat16", "float16" or "float32", of weights, activations and cache. max_model_len: tokens of a prompt and
+        "bfloat16", "float16" or "float32", of weights, activations and cache. quantization: "mxfp8" quantises the
+        linear layers while loading; checkpoints that are quantised need no word. max_model_len: tokens of a prompt and
         its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on
         each data rank. max_num_batched_tokens: of one prefill call. num_steps: tokens a sequence draws in one decode
         call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows.
@@ -86,7 +88,8 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         self._default_sampling_params = default_sampling_params(folder)
         mesh = make_mesh(data_parallel, model_parallel)
-        self.model = load_model(folder, mesh, None if dtype == "auto" else DTYPES[dtype], progress=progress)
+        own_dtype = None if dtype == "auto" else DTYPES[dtype]
+        self.model = load_model(folder, mesh, own_dtype, quantization=quantization, progress=progress)
         length = max_model_len or longest
         pages_wanted = max_num_seqs * -(-length // page_size)
         platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
+from qwenjax_ffi.weights import MXFP8Weight
 
 EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # one count a rank, see qwenjax_ffi.collectives
 
@@ -39,7 +41,7 @@ class ShardedModel:
     @property
     def num_parameters(self) -> int:
         """Elements in all parameters, as the checkpoint counts them."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.state))
+        return sum(math.prod(weight.shape) for weight in by_name(self.state).values())
 
 
 def on_ranks(
@@ -73,15 +75,19 @@ def shardings(model_state: nnx.State, mesh: Mesh) -> Any:
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a state, or of a tree shaped like one, by their parameters' names: "attention.q_proj"."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    """The parameters of a state, or of a tree shaped like one, by name: "attention.q_proj"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_quantised)
     return {_name(path): leaf for path, leaf in leaves}
 
 
 def from_names(structure: nnx.State, leaves: Mapping[str, Any]) -> nnx.State:
     """`structure` with the leaves of these names. A state's structure holds the PartitionSpecs of the mesh that it
     was made for: parameters that move to another mesh take that mesh's structure, from abstract_model."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], structure)
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], structure, is_leaf=_is_quantised)
+
+
+def _is_quantised(leaf: Any) -> bool:
+    return isinstance(leaf, MXFP8Weight)
 
 
 def _name(path: tuple[Any, ...]) -> str:

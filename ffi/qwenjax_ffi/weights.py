@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,10 @@ class MXFP8Weight:
     @property
     def ndim(self) -> int:
         return self.elements.ndim
+
+    def __getitem__(self, index: Any) -> MXFP8Weight:
+        """Part of a stack: `index` selects on the axes before the last, alike in elements and scales."""
+        return MXFP8Weight(self.elements[index], self.scales[index])
 
 
 Weight = jax.Array | MXFP8Weight

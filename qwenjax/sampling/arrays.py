@@ -80,7 +80,7 @@ def build_arrays(
     """The rows' parameters as NumPy arrays of fixed widths; None is an idle row.
 
     The widths are part of the compiled program, so a process picks them once. An unwanted width costs little:
-    8 kB a row at the defaults, moved only when the batch changes.
+    9 kB a row at the defaults, sent when the batch changes.
 
     Raises ValueError where a row has more end ids or biases than the widths hold.
     """

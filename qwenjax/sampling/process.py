@@ -24,7 +24,7 @@ def process_logits(
     """
     logits = logits.astype(jnp.float32)
     rows = jnp.arange(logits.shape[0])[:, None]
-    # One branch for both scatters: each conditional on the device costs about as much as one of them.
+    # One branch for both scatters, since few requests need either.
     too_short = position - arrays.prompt_len < arrays.min_tokens
     has_bias = arrays.bias_ids < logits.shape[1]
 

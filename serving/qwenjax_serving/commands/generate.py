@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         data_parallel=arguments.data_parallel,
         model_parallel=arguments.model_parallel,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         num_speculative_tokens=arguments.num_speculative_tokens,

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         ids = tokenizer.encode(arguments.prompt)
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
-    model = load_model(folder, mesh, dtype, progress=arguments.progress)
+    model = load_model(folder, mesh, dtype, quantization=arguments.quantization, progress=arguments.progress)
     logits = sequence_logits(model, [ids])[0][-1]
     # Ties to the lowest id, as greedy decoding breaks them.
     top = np.argsort(-logits, kind="stable")[: arguments.top].tolist()

@@ -13,5 +13,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default: config.json's"
     )
+    parser.add_argument("--quantization", choices=("mxfp8",), help="quantise the linear layers while loading")
     parser.add_argument("--revision", help="of a Hugging Face repository")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")

@@ -1,0 +1,83 @@
+"""What benchmarks share: the header that says where they ran, medians of times, and the recorded output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def header(*packages: str) -> str:
+    """Machine, versions of Python and of `packages`, and the load that other processes make, in three lines."""
+    found = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"machine: {device_name()}, {cores} CPU cores, {platform.system()} {platform.machine()}\n"
+        f"versions: {', '.join(found)}\n"
+        f"load average at the start: {load:.1f}"
+    )
+
+
+def device_name() -> str:
+    """The accelerator that JAX runs on, or the CPU's name."""
+    import jax  # here, since a benchmark without JAX has no need of it
+
+    device = jax.devices()[0]
+    return cpu_name() if device.platform == "cpu" else f"{len(jax.devices())} x {device.device_kind}"
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def median_seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median wall time of `action`, which blocks until its work is done, after one run that is not counted."""
+    action()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def recorded(name: str | None) -> Iterator[None]:
+    """Copies what is printed meanwhile to results/NAME, with the command line first; nothing where name is None."""
+    if name is None:
+        yield
+        return
+    copy = io.StringIO()
+    copy.write(f"$ python {' '.join(sys.argv)}\n")
+    with contextlib.redirect_stdout(_Both(sys.stdout, copy)):
+        yield
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text(copy.getvalue(), encoding="utf-8")
+
+
+class _Both(io.TextIOBase):
+    def __init__(self, *streams: io.TextIOBase | io.StringIO) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            stream.write(text)
+        return len(text)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
