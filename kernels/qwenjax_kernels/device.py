@@ -1,0 +1,145 @@
+"""Device-side building blocks that the kernels share: asynchronous copies, vector loads, packed arithmetic."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+# L2 policy of weights that one block reads once: evict first (the constant of CUTLASS's TMA::CacheHintSm90).
+EVICT_FIRST = 0x12F0000000000000
+
+
+def bulk_copy(dst: Int32, src: Int64, num_bytes: int, barrier: Int32, evict_first: bool) -> None:
+    """Copies num_bytes (a multiple of 16) from global to shared memory; the bytes complete on the mbarrier."""
+    if evict_first:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            read_only_args=[dst, src, Int32(num_bytes), barrier, Int64(EVICT_FIRST)],
+        )
+    else:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[dst, src, Int32(num_bytes), barrier],
+        )
+
+
+def copy_16_if(condition: Int32, dst: Int32, src: Int64) -> None:
+    """cp.async of 16 bytes from global to shared memory, around the L1, where condition is not negative.
+
+    Predicated: with a branch a copy, the latencies of a thread's copies add up (2,000 cycles for 32).
+    """
+    cute.arch.inline_ptx(
+        "{\n.reg .pred copies;\nsetp.ge.s32 copies, {$r0}, 0;\n"
+        "@copies cp.async.cg.shared.global [{$r1}], [{$r2}], 16;\n}",
+        read_only_args=[condition, dst, src],
+    )
+
+
+def copy_16_or_zeros_if(condition: Int32, dst: Int32, src: Int64, src_bytes: Int32) -> None:
+    """The same where src_bytes is 16; where it is 0, zeros are written and src is not read."""
+    cute.arch.inline_ptx(
+        "{\n.reg .pred copies;\nsetp.ge.s32 copies, {$r0}, 0;\n"
+        "@copies cp.async.cg.shared.global [{$r1}], [{$r2}], 16, {$r3};\n}",
+        read_only_args=[condition, dst, src, src_bytes],
+    )
+
+
+def arrive_if(barrier: Int32, condition: Int32) -> None:
+    """An arrival on an mbarrier where condition is not 0: a predicated instruction, never a branch.
+
+    A branch between two wgmma groups in flight makes ptxas serialise both (C7513).
+    """
+    cute.arch.inline_ptx(
+        "{\n.reg .pred arrives;\nsetp.ne.b32 arrives, {$r1}, 0;\n"
+        "@arrives mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n}",
+        read_only_args=[barrier, condition],
+    )
+
+
+def load_shared_v4(address: Int32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """Four 32-bit words of shared memory at a 16-byte aligned address."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
+def load_shared_v2(address: Int32) -> tuple[Uint32, Uint32]:
+    """Two 32-bit words of shared memory at an 8-byte aligned address."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
+def load_shared(address: Int32) -> Int32:
+    """One 32-bit word of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_shared(address: Int32, value: Int32) -> None:
+    """One 32-bit word to shared memory."""
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_global(address: Int64) -> Int32:
+    """One 32-bit word of global memory that no one writes during the kernel."""
+    return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def load_global_f32(address: Int64) -> Float32:
+    """One float of global memory that no one writes during the kernel."""
+    return cute.arch.inline_ptx(
+        "ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
+
+
+def store_global(address: Int64, value: Uint32) -> None:
+    """One 32-bit word to global memory."""
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_global_v2_f32(address: Int64, first: Float32, second: Float32) -> None:
+    """Two floats to global memory at an 8-byte aligned address."""
+    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """The products of two pairs of bf16; subnormal operands keep their value."""
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def min_u16x2(a: Uint32, bound: int) -> Uint32:
+    """The smaller of each unsigned 16-bit half and its half of a constant."""
+    return cute.arch.inline_ptx(
+        # A braced scope: the instruction takes no immediate.
+        f"{{\n.reg .b32 bound;\nmov.b32 bound, {bound:#x};\nmin.u16x2 {{$w0}}, {{$r0}}, bound;\n}}",
+        write_only_types=[Uint32],
+        read_only_args=[a],
+    )
+
+
+def pack_bf16x2(low: Float32, high: Float32) -> Uint32:
+    """Two floats, rounded to nearest even, as bf16 halves of a word."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def byte_twice(word: Uint32, index: int) -> Uint32:
+    """Byte `index` of a word in bytes 0 and 2 of the result, zeros between."""
+    selector = 0x4040 | index << 8 | index
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[word, Uint32(0), Uint32(selector)],
+    )
+
+
+def silu_times(gate: Float32, up: Float32) -> Float32:
+    """silu(gate) * up, with the hardware's exp2 and reciprocal (2 ulp each)."""
+    exponential = cute.math.exp2(gate * Float32(-1.4426950408889634), fastmath=True)
+    return gate * up * cute.arch.rcp_approx(Float32(1.0) + exponential)

@@ -1,0 +1,48 @@
+"""Dense linear layers against float64."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from qwenjax_ffi.linear import linear
+from qwenjax_ffi.weights import MXFP8Weight
+
+
+def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, STACK, BIAS = normal((2, 3, 64), 0), normal((3, 24, 64), 1), normal((3, 24), 2)
+
+
+def test_linear_equals_float64() -> None:
+    expected = X.astype(np.float64) @ STACK[2].T.astype(np.float64)
+    np.testing.assert_allclose(linear(jnp.asarray(X), STACK[2]), expected, rtol=1e-4, atol=1e-5)
+    for layer in (2, jnp.array([2], jnp.int32)):
+        np.testing.assert_allclose(linear(jnp.asarray(X), STACK, layer), expected, rtol=1e-4, atol=1e-5)
+        with_bias = linear(jnp.asarray(X), STACK, layer, jnp.asarray(BIAS))
+        np.testing.assert_allclose(with_bias, expected + BIAS[2], rtol=1e-4, atol=1e-5)
+    alone = linear(jnp.asarray(X), STACK[2], bias=jnp.asarray(BIAS[2]))
+    np.testing.assert_allclose(alone, expected + BIAS[2], rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_is_summed_in_float32_with_the_bias_and_rounded_once() -> None:
+    # 255 ones after a 256: a bfloat16 sum would stay at 256. The bias then fits only before the rounding.
+    x = jnp.ones((1, 256), jnp.bfloat16).at[0, 0].set(256)
+    weight, bias = jnp.ones((1, 256), jnp.bfloat16), jnp.ones(1, jnp.bfloat16)
+    assert linear(x, weight, out_dtype=jnp.float32).tolist() == [[511.0]]
+    assert linear(x, weight, bias=bias, out_dtype=jnp.float32).tolist() == [[512.0]]
+    out = linear(x, weight, bias=bias)
+    assert (out.dtype, out.tolist()) == (jnp.bfloat16, [[512.0]])
+
+
+def test_mxfp8_weights_equal_their_decoded_values() -> None:
+    elements = STACK.astype(ml_dtypes.float8_e4m3fn)
+    scales = np.random.default_rng(3).integers(120, 134, (3, 24, 2)).astype(np.uint8)
+    decoded = elements.astype(np.float32) * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
+    weight = MXFP8Weight(jnp.asarray(elements), jnp.asarray(scales))
+    for dtype in (jnp.float32, jnp.bfloat16):  # e4m3 times a power of two is exact in both
+        x = jnp.asarray(X, dtype)
+        np.testing.assert_array_equal(linear(x, weight, 1), linear(x, jnp.asarray(decoded, dtype), 1))
