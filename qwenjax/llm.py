@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +89,30 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         self._default_sampling_params = default_sampling_params(folder)
         mesh = make_mesh(data_parallel, model_parallel)
-        own_dtype = None if dtype == "auto" else DTYPES[dtype]
-        self.model = load_model(folder, mesh, own_dtype, quantization=quantization, progress=progress)
-        length = max_model_len or longest
-        pages_wanted = max_num_seqs * -(-length // page_size)
         platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
-        self.config = EngineConfig(
-            max_model_len=length,
+        sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
+            max_model_len=longest if max_model_len is None else max_model_len,
             max_num_seqs=max_num_seqs,
-            num_pages=num_pages or min(pages_wanted, _pages_that_fit(self.model, page_size)),
+            num_pages=1 if num_pages is None else num_pages,
             page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[platform],
+            max_num_batched_tokens=_BATCHED_TOKENS[platform]
+            if max_num_batched_tokens is None
+            else max_num_batched_tokens,
             num_steps=num_steps,
-            num_speculative_tokens=self._num_drafts(folder, num_speculative_tokens),
+            num_speculative_tokens=num_speculative_tokens or 0,
             speculation_max_batch=speculation_max_batch,
         )
+        own_dtype = None if dtype == "auto" else DTYPES[dtype]
+        self.model = load_model(folder, mesh, own_dtype, quantization=quantization, progress=progress)
+        if num_pages is None:
+            num_pages = min(max_num_seqs * sizes.max_pages, _pages_that_fit(self.model, page_size))
+        num_drafts = self._num_drafts(folder, num_speculative_tokens)
+        self.config = replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts)
         enable_compilation_cache()
         self._engine = Engine(self.model, self.tokenizer, self.config)
         self._engine.warm_up(progress)
         self._calls = itertools.count()
+        self._arrived: dict[str, RequestOutput] = {}
 
     def generate(
         self,
@@ -227,16 +233,30 @@ class LLM:
         return [request[0] for request in requests]
 
     def _run(self, request_ids: list[str]) -> Iterator[RequestOutput]:
-        unfinished = set(request_ids)
+        """The requests' outputs as they come. Ends the requests when it is closed or dropped, begun or not."""
+        outputs = self._outputs(request_ids)
+        next(outputs)  # into its try block: closing a generator that has not begun runs none of it
+        return outputs
+
+    def _outputs(self, request_ids: list[str]) -> Iterator[Any]:
+        unfinished = dict.fromkeys(request_ids)
         try:
+            yield None
             while unfinished:
-                for output in self._engine.step():
-                    if output.request_id in unfinished:
-                        if output.finished:
-                            unfinished.remove(output.request_id)
-                        yield output
+                for output in self._arrived_of(list(unfinished)):
+                    if output.finished:
+                        del unfinished[output.request_id]
+                    yield output
         finally:
             self._engine.abort(unfinished)
+            for request_id in unfinished:
+                self._arrived.pop(request_id, None)
+
+    def _arrived_of(self, request_ids: list[str]) -> list[RequestOutput]:
+        """The newest outputs of these requests. Those of others, which a step brings too, wait for their reader."""
+        while not any(request_id in self._arrived for request_id in request_ids):
+            self._arrived |= {output.request_id: output for output in self._engine.step()}
+        return [self._arrived.pop(request_id) for request_id in request_ids if request_id in self._arrived]
 
 
 def prompt_index(output: RequestOutput) -> int:

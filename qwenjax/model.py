@@ -19,6 +19,7 @@ from qwenjax.cache import AttentionContext
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_references
 from qwenjax.rope import cos_sin, inverse_frequencies, rotate
+from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import all_reduce
 from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
 from qwenjax_ffi.linear import linear
@@ -31,10 +32,13 @@ _INIT_STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
 
 
 class Parameters:
-    """Makes the parameters of a module: random matrices and unit norms, each with the PartitionSpec of its axes."""
+    """Makes the parameters of a module: random matrices and unit norms, each with the PartitionSpec of its axes.
 
-    def __init__(self, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
-        self.rngs, self.dtype = rngs, dtype
+    activation_format: what the linear layers that are quantised multiply (attention, experts, dense MLPs).
+    """
+
+    def __init__(self, rngs: nnx.Rngs, dtype: jnp.dtype, activation_format: ActivationFormat = "model") -> None:
+        self.rngs, self.dtype, self.activation_format = rngs, dtype, activation_format
 
     def matrix(self, shape: tuple[int, ...], *spec: Any) -> nnx.Param:
         value = jax.random.normal(self.rngs.params(), shape, self.dtype) * jnp.asarray(_INIT_STDDEV, self.dtype)
@@ -59,7 +63,7 @@ class Attention(nnx.Module):
         q_width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         ranks = mesh.shape[MODEL]
         split_kv = MODEL if config.num_key_value_heads % ranks == 0 else None
-        self.eps, self.head_dim = config.rms_norm_eps, head_dim
+        self.eps, self.head_dim, self.activation_format = config.rms_norm_eps, head_dim, make.activation_format
         self.ranks_per_kv_head = 1 if split_kv else ranks // config.num_key_value_heads
         self.q_proj = make.matrix((layers, q_width, hidden), None, MODEL)
         self.k_proj = make.matrix((layers, kv_width, hidden), None, split_kv)
@@ -80,14 +84,17 @@ class Attention(nnx.Module):
         context: Context,
         epochs: jax.Array,
     ) -> tuple[jax.Array, Context, jax.Array]:
-        q = self._heads(linear(x, self.q_proj[...], layer, _value(self.q_bias)))
-        k = self._kv_heads(linear(x, self.k_proj[...], layer, _value(self.k_bias)))
-        v = self._kv_heads(linear(x, self.v_proj[...], layer, _value(self.v_bias)))
+        q = self._heads(self._linear(x, self.q_proj, layer, self.q_bias))
+        k = self._kv_heads(self._linear(x, self.k_proj, layer, self.k_bias))
+        v = self._kv_heads(self._linear(x, self.v_proj, layer, self.v_bias))
         q = rotate(rms_norm(q, self.q_norm[layer], self.eps), *rotary)
         k = rotate(rms_norm(k, self.k_norm[layer], self.eps), *rotary)
         out, context = context.attend(q, k, v, layer)
-        out, epochs = all_reduce(linear(out.reshape(*x.shape[:2], -1), self.o_proj[...], layer), MODEL, epochs)
+        out, epochs = all_reduce(self._linear(out.reshape(*x.shape[:2], -1), self.o_proj, layer), MODEL, epochs)
         return out if self.o_bias is None else out + self.o_bias[layer], context, epochs
+
+    def _linear(self, x: jax.Array, weight: nnx.Param, layer: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
+        return linear(x, weight[...], layer, _value(bias), activation_format=self.activation_format)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -107,6 +114,7 @@ class SparseExperts(nnx.Module):
         experts, ranks = config.num_experts, (DATA, MODEL)
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
         self.data_ranks, self.model_ranks = mesh.shape[DATA], mesh.shape[MODEL]
+        self.activation_format = make.activation_format
         self.router = make.matrix((layers, experts, hidden))
         self.w13 = make.matrix((layers, experts, 2 * width, hidden), None, ranks)
         self.w2 = make.matrix((layers, experts, hidden, width), None, ranks)
@@ -119,14 +127,14 @@ class SparseExperts(nnx.Module):
         logits = linear(tokens, self.router[...], index, out_dtype=jnp.float32)
         weights, ids = top_k_experts(logits, self.top_k, self.norm_topk_prob)
         ids = jnp.where(valid.reshape(-1, 1), ids, -1)
-        experts = ExpertWeights(self.w13[...], self.w2[...], index)
+        experts, kept_as = ExpertWeights(self.w13[...], self.w2[...], index), self.activation_format
         if self.data_ranks == 1:
-            out, epochs = moe_replicated_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs)
+            out, epochs = moe_replicated_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs, kept_as)
         elif self.model_ranks == 1:
-            out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs)
+            out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs, kept_as)
         else:
             all_x, all_ids, all_weights = jax.lax.all_gather((tokens, ids, weights), DATA, tiled=True)
-            total, epochs = moe_replicated_tokens(all_x, all_ids, all_weights, experts, (DATA, MODEL), epochs)
+            total, epochs = moe_replicated_tokens(all_x, all_ids, all_weights, experts, (DATA, MODEL), epochs, kept_as)
             start = jax.lax.axis_index(DATA) * tokens.shape[0]
             out = jax.lax.dynamic_slice_in_dim(total, start, tokens.shape[0])
         return out.reshape(x.shape), epochs
@@ -137,26 +145,39 @@ class DenseMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: Parameters) -> None:
         layers, hidden, width = len(config.dense_layers), config.hidden_size, config.intermediate_size
+        self.activation_format = make.activation_format
         self.gate_proj = make.matrix((layers, width, hidden), None, MODEL)
         self.up_proj = make.matrix((layers, width, hidden), None, MODEL)
         self.down_proj = make.matrix((layers, hidden, width), None, None, MODEL)
 
     def __call__(self, x: jax.Array, index: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x: [batch, tokens, hidden]; index: among the dense layers."""
-        gate = linear(x, self.gate_proj[...], index, out_dtype=jnp.float32)
-        up = linear(x, self.up_proj[...], index, out_dtype=jnp.float32)
+        kept_as = self.activation_format
+        gate = linear(x, self.gate_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
+        up = linear(x, self.up_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return all_reduce(linear(hidden, self.down_proj[...], index), MODEL, epochs)
+        return all_reduce(linear(hidden, self.down_proj[...], index, activation_format=kept_as), MODEL, epochs)
 
 
 class Qwen3Moe(nnx.Module):
     """The whole model. Parameters have the shapes of the whole mesh outside shard_map and of one rank inside."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, *, rngs: nnx.Rngs, dtype: jnp.dtype | None = None) -> None:
-        """Random parameters of `dtype` (default: the config's). Raises MeshError where the mesh does not fit."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype | None = None,
+        activation_format: ActivationFormat = "model",
+    ) -> None:
+        """Random parameters of `dtype` (default: the config's). Raises MeshError where the mesh does not fit.
+
+        activation_format: what the inputs of attention's, the experts' and the dense MLPs' projections are rounded to.
+        """
         check_divides(config, mesh)
         say_where_collectives_are_references(mesh)
-        make = Parameters(rngs, jnp.dtype(dtype or DTYPES[config.dtype]))
+        make = Parameters(rngs, jnp.dtype(dtype or DTYPES[config.dtype]), activation_format)
         # A vocabulary that the model ranks do not divide is kept whole on each.
         self.split_vocab = mesh.shape[MODEL] > 1 and config.vocab_size % mesh.shape[MODEL] == 0
         vocab_axis = MODEL if self.split_vocab else None
@@ -173,7 +194,7 @@ class Qwen3Moe(nnx.Module):
         if config.mtp_num_hidden_layers:
             from qwenjax.mtp import MTPHead  # here, since the head is built of this module's layers
 
-            self.mtp = MTPHead(config, mesh, make)
+            self.mtp: MTPHead | None = MTPHead(config, mesh, make)
         else:
             self.mtp = nnx.data(None)
 
@@ -239,9 +260,16 @@ def _value(parameter: nnx.Param | None) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and the shapes of its parameters, without making any."""
-    model = nnx.eval_shape(lambda: Qwen3Moe(config, mesh, rngs=nnx.Rngs(0), dtype=dtype))
+def abstract_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: jnp.dtype | None = None,
+    activation_format: ActivationFormat = "model",
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and the shapes of its parameters, without making any; arguments as Qwen3Moe's."""
+    model = nnx.eval_shape(
+        lambda: Qwen3Moe(config, mesh, rngs=nnx.Rngs(0), dtype=dtype, activation_format=activation_format)
+    )
     return nnx.split(model)
 
 

@@ -2,17 +2,26 @@
 
 Rows are sorted by group; group e has group_sizes[e] of them (int32, on device, any of them 0). Rows at and after
 sum(group_sizes) are padding: kernels neither read nor write them, the references return zeros there.
+
+Each takes `implementation`: "auto" runs the kernel of qwenjax_ffi.grouped_gemm_kernel where the weight is packed for it
+and the GPU is one that it is for, else the reference; see qwenjax_ffi.implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
+from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, unpack
 from qwenjax_ffi.weights import Weight, decode, select_layer
+
+AnyWeight = Weight | PackedMXFP8Weight
 
 # A block of rows is one small matmul of the reference. Larger blocks copy an expert's weights less often, smaller
 # ones waste less on the last, partly filled block of each expert.
@@ -22,11 +31,12 @@ _MAX_BLOCK_ROWS = 128
 def grouped_gemm(
     x: jax.Array,
     group_sizes: jax.Array,
-    weight: Weight,
+    weight: AnyWeight,
     layer: jax.Array | int | None = None,
     *,
     out_dtype: jnp.dtype | None = None,
     activation_format: ActivationFormat = "model",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """y[r] = weight[group of r] @ x[r], summed in float32.
 
@@ -34,6 +44,9 @@ def grouped_gemm(
     Returns [rows, out] of `out_dtype` (default: x's dtype).
     """
     _check_groups(group_sizes, weight, layer, x.shape[1])
+    if _use_kernel(weight, "grouped_gemm", implementation, x, activation_format, "plain"):
+        return kernel.grouped_gemm(x, group_sizes, weight, layer, out_dtype=out_dtype)
+    weight, layer = _plain(weight, layer)
     x = quantise_activations(x, activation_format)
 
     def block(rows: jax.Array, group: jax.Array) -> jax.Array:
@@ -46,10 +59,11 @@ def moe_gate_up(
     x: jax.Array,
     row_token: jax.Array,
     group_sizes: jax.Array,
-    w13: Weight,
+    w13: AnyWeight,
     layer: jax.Array | int | None = None,
     *,
     activation_format: ActivationFormat = "model",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """silu(gate) * up of each row's expert, with x gathered by row.
 
@@ -57,6 +71,9 @@ def moe_gate_up(
     rows first. Returns [rows, width] of x's dtype; gate, up and their product are float32 until then.
     """
     _check_groups(group_sizes, w13, layer, x.shape[1])
+    if _use_kernel(w13, "moe_gate_up", implementation, x, activation_format, "gate_up"):
+        return kernel.moe_gate_up(x, row_token, group_sizes, w13, layer)
+    w13, layer = _plain(w13, layer)
     x = quantise_activations(x, activation_format)
 
     def block(rows: jax.Array, group: jax.Array) -> jax.Array:
@@ -69,11 +86,12 @@ def moe_gate_up(
 def moe_down(
     h: jax.Array,
     group_sizes: jax.Array,
-    w2: Weight,
+    w2: AnyWeight,
     row_weight: jax.Array,
     layer: jax.Array | int | None = None,
     *,
     activation_format: ActivationFormat = "model",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """The down projection of each row's expert, times the row's routing weight.
 
@@ -81,6 +99,9 @@ def moe_down(
     Returns [rows, out] of h's dtype, rounded once, after the weight.
     """
     _check_groups(group_sizes, w2, layer, h.shape[1])
+    if _use_kernel(w2, "moe_down", implementation, h, activation_format, "plain"):
+        return kernel.moe_down(h, group_sizes, w2, row_weight, layer)
+    w2, layer = _plain(w2, layer)
     h = quantise_activations(h, activation_format)
 
     def block(rows: jax.Array, group: jax.Array) -> jax.Array:
@@ -104,7 +125,28 @@ def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, token_rows.shape[1], add, start)
 
 
-def _check_groups(group_sizes: jax.Array, weight: Weight, layer: jax.Array | int | None, features: int) -> None:
+def _use_kernel(
+    weight: AnyWeight,
+    op: str,
+    implementation: Implementation,
+    x: jax.Array,
+    activation_format: ActivationFormat,
+    row_order: RowOrder,
+) -> TypeGuard[PackedMXFP8Weight]:
+    unavailable = kernel.unavailable(x, weight, row_order)
+    if activation_format != "model":
+        unavailable = f"the kernel multiplies activations in their own format, not {activation_format!r}"
+    return choose(op, implementation, unavailable) == "kernel"
+
+
+def _plain(weight: AnyWeight, layer: jax.Array | int | None) -> tuple[Weight, jax.Array | int | None]:
+    """A weight as the references take it: one layer of a packed stack is unpacked."""
+    if not isinstance(weight, PackedMXFP8Weight):
+        return weight, layer
+    return unpack(select_layer(weight, layer)), None
+
+
+def _check_groups(group_sizes: jax.Array, weight: AnyWeight, layer: jax.Array | int | None, features: int) -> None:
     dims = 3 if layer is None else 4
     if weight.ndim != dims:
         raise ValueError(

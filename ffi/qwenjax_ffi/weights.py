@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,11 @@ class MXFP8Weight:
 
 
 Weight = jax.Array | MXFP8Weight
+AnyPytree = TypeVar("AnyPytree")
 
 
-def select_layer(weight: Weight, layer: jax.Array | int | None) -> Weight:
-    """One layer of a stacked weight [layers, ...]; the weight itself where `layer` is None."""
+def select_layer(weight: AnyPytree, layer: jax.Array | int | None) -> AnyPytree:
+    """One layer of a stacked weight [layers, ...], of any kind; the weight itself where `layer` is None."""
     if layer is None:
         return weight
     index = jnp.asarray(layer, jnp.int32).reshape(())

@@ -66,9 +66,9 @@ def load_model(
     if config.tie_word_embeddings and TIED_HEAD in checkpoint.tensors:
         _check_tied(checkpoint)
     names = _quantised_parameters(stored, pieces, all_linear=quantization == "mxfp8")
-    abstract = _with_mxfp8(abstract, names)
+    abstract = with_mxfp8(abstract, names)
     placed, shapes = by_name(shardings(abstract, mesh)), by_name(abstract)
-    _check_blocks_divide(placed, shapes)
+    check_blocks_divide(placed, shapes)
     filler = Filler(stored, placed, shapes, progress)
     return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
 
@@ -91,7 +91,7 @@ def _quantised_parameters(stored: StoredWeights, pieces: list[Piece], all_linear
     return {name for name, found in storages.items() if found == {"mxfp8"}}
 
 
-def _with_mxfp8(abstract: nnx.State, names: set[str]) -> nnx.State:
+def with_mxfp8(abstract: nnx.State, names: set[str]) -> nnx.State:
     """The abstract parameters with those of these names in MXFP8."""
     leaves = by_name(abstract)
     for name in names:
@@ -103,7 +103,7 @@ def _with_mxfp8(abstract: nnx.State, names: set[str]) -> nnx.State:
     return from_names(abstract, leaves)
 
 
-def _check_blocks_divide(placed: dict[str, NamedSharding], shapes: dict[str, Any]) -> None:
+def check_blocks_divide(placed: dict[str, NamedSharding], shapes: dict[str, Any]) -> None:
     """Raises MeshError where a rank's share of a quantised parameter would cut a block of 32 in two."""
     for name, weight in shapes.items():
         if not isinstance(weight, MXFP8Weight):
@@ -119,7 +119,9 @@ def _check_blocks_divide(placed: dict[str, NamedSharding], shapes: dict[str, Any
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     head, embedding = checkpoint.tensors[TIED_HEAD], checkpoint.tensors[EMBEDDING]
-    rows = max(1, MAX_CHUNK_BYTES * embedding.shape[0] // max(embedding.nbytes, 1))
+    # Parts of both are on the host at once, and no more than the loader's two largest tensors may be.
+    part = min(MAX_CHUNK_BYTES, embedding.nbytes // 8)
+    rows = max(1, part * embedding.shape[0] // max(embedding.nbytes, 1))
     same = head == embedding and all(
         np.array_equal(
             checkpoint.read(TIED_HEAD, (slice(row, row + rows),)).view(np.uint8),

@@ -7,6 +7,7 @@ name, and config.json, which is written last, so that a folder with one is compl
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from qwenjax.checkpoint.load import check_blocks_divide, with_mxfp8
 from qwenjax.checkpoint.mapping import listing
 from qwenjax.checkpoint.safetensors import CheckpointError
 from qwenjax.config import ModelConfig
+from qwenjax.mesh import MeshError
 from qwenjax.model import abstract_model
 from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
 
@@ -48,40 +51,54 @@ def save_model(model: ShardedModel, folder: str | Path) -> None:
 def restore_model(folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None) -> ShardedModel:
     """The model that save_model wrote, on `mesh`, which may have another shape than the one it was saved from.
 
-    Every rank reads its own shards into place, as `dtype` (default: as saved). Raises ConfigError for a folder without
-    a config, MeshError where the model does not divide over the mesh, and CheckpointError, before any parameter is
-    read, for parameters that are missing, unknown or of another shape, or while reading for damaged files.
+    Every rank reads its own shards into place, as `dtype` (default: as saved); MXFP8 parameters stay so. Raises
+    ConfigError for a folder without a config, MeshError where the model does not divide over the mesh, and
+    CheckpointError, before any parameter is read, for parameters that are missing, unknown or of another shape, or
+    while reading for damaged files.
     """
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     config = ModelConfig.from_folder(folder)
     graphdef, abstract = abstract_model(config, mesh, dtype)
-    placed = by_name(shardings(abstract, mesh))
-    wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name])
-        for name, leaf in by_name(abstract).items()
-    }
     if not (folder / _PARAMETERS).is_dir():
         raise CheckpointError(f"{folder}: holds no {_PARAMETERS}/; qwenjax.checkpoint.orbax.save_model writes one")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            _check_names_and_shapes(wanted, checkpointer.metadata(folder / _PARAMETERS).item_metadata)
-            arrays = checkpointer.restore(folder / _PARAMETERS, wanted)
+            stored = dict(checkpointer.metadata(folder / _PARAMETERS).item_metadata or {})
+            abstract = with_mxfp8(abstract, _quantised(stored) & by_name(abstract).keys())
+            wanted, placed = by_name(abstract), by_name(shardings(abstract, mesh))
+            _check_names_and_shapes(wanted, stored)
+            check_blocks_divide(placed, wanted)
+            arrays = checkpointer.restore(folder / _PARAMETERS, {n: _placed(wanted[n], placed[n]) for n in wanted})
+    except MeshError:
+        raise
     except Exception as error:  # as in save_model
         raise CheckpointError(f"{folder}: cannot be restored: {error}") from error
     return ShardedModel(config, mesh, graphdef, from_names(abstract, arrays))
 
 
-def _check_names_and_shapes(wanted: dict[str, jax.ShapeDtypeStruct], stored: Any) -> None:
-    found = {name: tuple(array.shape) for name, array in dict(stored or {}).items()}
+def _quantised(stored: Mapping[str, Any]) -> set[str]:
+    """The parameters that Orbax holds as a folder of elements and scales rather than as one array."""
+    return {name for name, entry in stored.items() if isinstance(entry, Mapping)}
+
+
+def _placed(parameter: Any, sharding: NamedSharding) -> Any:
+    # The scales of a quantised parameter have its axes, so that one sharding serves both arrays.
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), parameter)
+
+
+def _check_names_and_shapes(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    def shape(entry: Any) -> list[int]:
+        return list(entry["elements"].shape if isinstance(entry, Mapping) else entry.shape)
+
     complaints = {
-        "lacks": [name for name in wanted if name not in found],
-        "has no place for": [name for name in found if name not in wanted],
+        "lacks": [name for name in wanted if name not in stored],
+        "has no place for": [name for name in stored if name not in wanted],
         "has in another shape": [
-            f"{name} ({list(found[name])}, by config.json {list(leaf.shape)})"
-            for name, leaf in wanted.items()
-            if name in found and found[name] != leaf.shape
+            f"{name} ({shape(stored[name])}, by config.json {list(parameter.shape)})"
+            for name, parameter in wanted.items()
+            if name in stored and shape(stored[name]) != list(parameter.shape)
         ],
     }
     if any(complaints.values()):

@@ -204,9 +204,14 @@ class Engine:
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
         ):
             waiting = {pool.submit(lambda t: t.lower().compile(), trace): key for key, trace in traced.items()}
-            for future in as_completed(waiting):
-                self._compiled[waiting[future]] = future.result()
-                bar.update()
+            try:
+                for future in as_completed(waiting):
+                    self._compiled[waiting[future]] = future.result()
+                    bar.update()
+            except BaseException:  # Ctrl-C among them: what has not begun need not be waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._compiled.clear()
+                raise
 
     def _pages_needed(self, prompt_len: int, params: SamplingParams) -> int:
         longest = prompt_len + params.resolve_max_tokens(prompt_len, self.config.max_model_len)

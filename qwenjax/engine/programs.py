@@ -85,6 +85,7 @@ def prefill(
 
     slot = jnp.where(chunk.last, chunk.slot, slots.tokens.shape[0])
     if slots.head is not None:
+        assert model.mtp is not None
         # The head runs where the next token is known; at the prompt's end it is the one just drawn.
         known = valid & ~(chunk.last[:, None] & (jnp.arange(valid.shape[1]) == last_index[:, None]))
         positions = jnp.where(known, chunk.positions, -1)

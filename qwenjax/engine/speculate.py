@@ -116,10 +116,11 @@ def draft(
     Arguments as Slots', of the batch that decodes. Returns the head's state, the drafts int32 [slots, num_drafts] and
     the epochs. With num_drafts 0 the head only keeps up, so that drafting may start again later.
     """
-    batch = active.shape[0]
+    mtp, batch = model.mtp, active.shape[0]
+    assert mtp is not None
     positions = jnp.where(active[:, None], head.positions[:batch], -1)
     context = PagedContext(head.cache, page_table, positions)
-    out, context, epochs = model.mtp(model.embed(head.tokens[:batch]), head.hidden[:batch], context, epochs)
+    out, context, epochs = mtp(model.embed(head.tokens[:batch]), head.hidden[:batch], context, epochs)
     last = jnp.maximum(jnp.sum(positions >= 0, axis=1) - 1, 0)
     hidden = jnp.take_along_axis(out, last[:, None, None], axis=1)  # [slots, 1, hidden]
     drafts = jnp.zeros((batch, num_drafts), jnp.int32)
@@ -135,7 +136,7 @@ def draft(
 
         def run_head() -> tuple[jax.Array, KVCache, jax.Array]:
             context = PagedContext(cache, page_table, jnp.where(runs, position, -1)[:, None])
-            out, context, advanced = model.mtp(model.embed(token)[:, None], hidden, context, epochs)
+            out, context, advanced = mtp(model.embed(token)[:, None], hidden, context, epochs)
             return out, context.cache, advanced
 
         more = index < num_drafts - 1

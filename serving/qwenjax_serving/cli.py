@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,27 +19,34 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        parsed = _parse(arguments, chosen)  # within the try: importing a command takes seconds, and Ctrl-C may come
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("\nqwenjax: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `qwenjax … | head`
+        # Python flushes standard output once more when it ends: into nothing, or that fails and is reported.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as error:  # ConfigError, CheckpointError and MeshError among them
+        print(f"qwenjax {chosen}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str], chosen: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="qwenjax", description="Serving Qwen3 mixture-of-experts models in JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
     for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == chosen:
             module = importlib.import_module(f"qwenjax_serving.commands.{name}")
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    parsed = parser.parse_args(arguments)
-    try:
-        return int(parsed.run(parsed))
-    except KeyboardInterrupt:
-        print("\nqwenjax: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `qwenjax … | head`
-        sys.stderr.close()
-        return 141
-    except (ValueError, OSError) as error:  # ConfigError, CheckpointError and MeshError among them
-        print(f"qwenjax {chosen}: error: {error}", file=sys.stderr)
-        return 2
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

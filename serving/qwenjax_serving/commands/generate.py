@@ -31,7 +31,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("frequency_penalty", float, "above 0: less of what the output holds often"),
     ("seed", int, "the same seed gives the same text"),
     ("n", int, "outputs for each prompt"),
-    ("max_tokens", int, "longest output (default 128)"),
+    ("max_tokens", int, "longest output (default 128, or what the context holds)"),
     ("min_tokens", int, "shortest output"),
     ("logprobs", int, "report this many most likely tokens at every place (with --json)"),
     ("prompt_logprobs", int, "the same for the prompt (with --json)"),
@@ -69,12 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
     params = sampling_params(default_sampling_params(folder), arguments)
     texts = prompts(tokenizer, arguments)
-    for text in texts:
+    ids = [tokenizer.encode(text, add_special_tokens=arguments.chat is None) for text in texts]
+    context = arguments.max_model_len or config.max_position_embeddings
+    if arguments.max_tokens is None:
+        params = replace(params, max_tokens=max(1, min(params.max_tokens or context, context - max(map(len, ids)))))
+    for prompt in ids:
         validate_for(
             params,
-            prompt_token_ids=tokenizer.encode(text, add_special_tokens=arguments.chat is None),
+            prompt_token_ids=prompt,
             vocab_size=config.vocab_size,
-            max_model_len=arguments.max_model_len or config.max_position_embeddings,
+            max_model_len=context,
             eos_ids=tokenizer.eos_ids,
         )
     llm = LLM(
@@ -89,8 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress=arguments.progress,
     )
     start = time.monotonic()
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts] if arguments.chat else texts
-    results = show(llm, ids, params, sys.stdout, as_json=arguments.json)
+    results = show(llm, ids if arguments.chat else texts, params, sys.stdout, as_json=arguments.json)
     print(figures(results, time.monotonic() - start, llm.speculation), file=sys.stderr)
     return 0
 

@@ -1,0 +1,103 @@
+"""What the tests of generation share: a small checkpoint with tokenizer and chat template, outputs made to order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from qwenjax import LLM, SamplingParams
+from tests.helpers import random_tensors, tiny, write_checkpoint
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EOS_IDS = (2, 0)  # as Qwen3 has two: the end of a turn and the end of a text
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("t", "h"), ("Ġ", "a"), ("Ġ", "w")]
+VOCABULARY = 320  # the model's; the tokenizer's ids end before it
+TEMPLATE = (Path(__file__).parent / "qwenjax" / "qwen_like_chat_template.jinja").read_text(encoding="utf-8")
+
+
+def backend() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer: the special tokens, 256 bytes, a few merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
+    made = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=MERGES))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return made
+
+
+def ids_of_bytes(text: str) -> list[int]:
+    """The ids of a text's bytes, one each, without merges."""
+    characters = {byte: character for character, byte in _alphabet().items()}
+    return [backend().token_to_id(characters[byte]) for byte in text.encode()]
+
+
+def _alphabet() -> dict[str, int]:
+    from qwenjax.tokenizer import _byte_alphabet
+
+    return _byte_alphabet()
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Puts tokenizer files, chat template and generation_config.json into a checkpoint folder."""
+    backend().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": list(EOS_IDS)}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_folder(folder: Path, **changes: Any) -> Path:
+    """A whole checkpoint of random weights, one dense layer among its three."""
+    raw = tiny(vocab_size=VOCABULARY, num_hidden_layers=3, mlp_only_layers=[1], **changes)
+    return add_tokenizer(write_checkpoint(folder, raw, random_tensors(raw)))
+
+
+def small_llm(folder: Path, **changes: Any) -> LLM:
+    """An LLM of few small programs: prompts in chunks of 16 and 64 tokens, decode for 1 and 8 slots."""
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "page_size": 16, "num_pages": 512}
+    return LLM(folder, **{"progress": False, **sizes, **changes})
+
+
+def random_ids(length: int, seed: int = 0, vocab_size: int = VOCABULARY) -> list[int]:
+    return np.random.default_rng([length, seed]).integers(0, vocab_size, length).tolist()
+
+
+def greedy(max_tokens: int | None, **changes: Any) -> SamplingParams:
+    """The most likely tokens, EOS or not."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
+
+
+def forced(token_ids: Sequence[int], **changes: Any) -> SamplingParams:
+    """Parameters under which these distinct ids are drawn in this order whatever the model says.
+
+    Biases far above any logit order them, and a repetition penalty takes each out once it is drawn. The prompt must
+    hold none of them.
+    """
+    assert len(set(token_ids)) == len(token_ids)
+    bias = {token: 1000.0 * (len(token_ids) - place) for place, token in enumerate(token_ids)}
+    settings: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1e6, "max_tokens": len(token_ids)}
+    return SamplingParams(logit_bias=bias, **{**settings, **changes})
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def assert_all_free(llm: LLM) -> None:
+    """No request, slot or page is in use."""
+    engine = llm._engine
+    assert not engine.has_unfinished
+    assert not engine._waiting
+    assert not engine._prefilling
+    assert all(sequence is None for table in engine._table for sequence in table)
+    for pool in engine._pools:
+        assert sorted(pool._free) == list(range(pool.num_pages))
