@@ -67,9 +67,8 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         gain = row.tokens_per_second / plain[row.batch]
         shares = " ".join(f"{share:.0%}" for share in row.acceptance) or "-"
-        lines.append(
-            f"{row.drafts:6}  {row.batch:5}  {row.tokens_per_second:8.0f}  {gain:7.2f}x  {row.tokens_per_step:21.2f}  {shares}"
-        )
+        speeds = f"{row.tokens_per_second:8.0f}  {gain:7.2f}x  {row.tokens_per_step:21.2f}"
+        lines.append(f"{row.drafts:6}  {row.batch:5}  {speeds}  {shares}")
     return "\n".join(lines)
 
 
