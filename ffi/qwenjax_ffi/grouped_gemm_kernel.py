@@ -44,10 +44,10 @@ def unavailable(x: jax.Array, weight: object, row_order: RowOrder = "plain") -> 
 
 @functools.cache
 def _machine_unavailable() -> str | None:
-    if importlib.util.find_spec("cutlass") is None:
-        return "CuTeDSL (nvidia-cutlass-dsl) is not installed"
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
+    if importlib.util.find_spec("cutlass") is None:
+        return "CuTeDSL (nvidia-cutlass-dsl) is not installed"
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"the GPU has compute capability {capability}, the kernel is for 9.0 (Hopper)"
