@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from measure import RESULTS, header, recorded
 
 from qwenjax import LLM, SamplingParams
@@ -38,7 +39,13 @@ class Row:
 def measure(model: Path, drafts: int, tokens: int, temperature: float, repeats: int) -> list[Row]:
     """A row for every batch size, all with one engine."""
     prompts = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()
-    llm = LLM(model, num_speculative_tokens=drafts, speculation_max_batch=max(BATCHES), max_num_seqs=max(BATCHES))
+    llm = LLM(
+        model,
+        dtype="float32" if jax.default_backend() == "cpu" else "auto",  # XLA's bf16 on a CPU is emulated
+        num_speculative_tokens=drafts,
+        speculation_max_batch=max(BATCHES),
+        max_num_seqs=max(BATCHES),
+    )
     rows = []
     for batch in BATCHES:
         params = [

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from qwenjax.checkpoint.mapping import Piece
 from qwenjax.checkpoint.stored import StoredWeights
 from qwenjax.quant.bits import float32_bits
-from qwenjax.quant.format import check_finite
+from qwenjax.quant.format import NonFiniteError, check_finite
 from qwenjax.quant.mxfp8 import quantise_weight
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight
 
@@ -116,7 +116,7 @@ class Filler:
             values = self._values(read)
             write = _write
             if isinstance(self.shapes[read.parameter], MXFP8Weight) and not isinstance(values, MXFP8Weight):
-                check_finite(values, float32_bits(values))
+                _check_finite(values, read)
                 write = _quantise_and_write
             for device, start in read.targets:
                 shard = self.shards[read.parameter, device]
@@ -172,6 +172,17 @@ class _Claim:
         with self.budget.changed:
             self.budget.used -= self.nbytes
             self.budget.changed.notify_all()
+
+
+def _check_finite(values: np.ndarray, read: _Read) -> None:
+    """Raises NonFiniteError with the name of the tensor and the place in it, as `qwenjax convert` does."""
+    try:
+        check_finite(values, float32_bits(values))
+    except NonFiniteError as error:
+        # The box has the parameter's axes; those that the tensor lacks lead.
+        inside = error.index[len(error.index) - len(read.index) :]
+        index = tuple(part.start + place for part, place in zip(read.index, inside, strict=True))
+        raise NonFiniteError(index, error.value, read.source) from None
 
 
 def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Device, list[tuple[int, int]]]:

@@ -28,6 +28,8 @@ from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight
 
 logger = logging.getLogger(__name__)
 
+ORBAX_PARAMETERS = "parameters"  # the folder that qwenjax.checkpoint.orbax writes beside config.json
+
 
 def load_model(
     model: str | Path,
@@ -38,6 +40,8 @@ def load_model(
     progress: bool = True,
 ) -> ShardedModel:
     """The checkpoint `model` (a folder or a Hugging Face repo id) on `mesh`, as `dtype` (default: config.json's).
+
+    A folder may also be one that qwenjax.checkpoint.orbax saved.
 
     Weights that are stored in MXFP8 stay so. FP8 weights with a scale per block are decoded to `dtype`, and those of a
     parameter that is quantised in some layers alone too; a warning says so. quantization="mxfp8" quantises the linear
@@ -50,6 +54,8 @@ def load_model(
     if quantization not in (None, "mxfp8"):
         raise ValueError(f"quantization is {quantization!r}; qwenjax quantises to 'mxfp8' as it loads, or not (None)")
     folder = resolve(model, revision)
+    if (folder / ORBAX_PARAMETERS).is_dir():
+        return _restored(folder, mesh, dtype, quantization)
     config = ModelConfig.from_folder(folder)
     declared, block = parse_quantization(folder, config.quantization)
     checkpoint = Checkpoint(folder)
@@ -71,6 +77,17 @@ def load_model(
     check_blocks_divide(placed, shapes)
     filler = Filler(stored, placed, shapes, progress)
     return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
+
+
+def _restored(folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: str | None) -> ShardedModel:
+    from qwenjax.checkpoint.orbax import restore_model  # here: it builds on this module
+
+    if quantization:
+        raise CheckpointError(
+            f"{folder}: holds parameters as Orbax saved them, which are not quantised while loading; "
+            "leave quantization out, and quantise with `qwenjax convert --output orbax`"
+        )
+    return restore_model(folder, mesh, dtype)
 
 
 def _quantised_parameters(stored: StoredWeights, pieces: list[Piece], all_linear: bool) -> set[str]:

@@ -17,15 +17,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from qwenjax.checkpoint.load import check_blocks_divide, with_mxfp8
+from qwenjax.checkpoint.load import ORBAX_PARAMETERS, check_blocks_divide, with_mxfp8
 from qwenjax.checkpoint.mapping import listing
 from qwenjax.checkpoint.safetensors import CheckpointError
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import MeshError
 from qwenjax.model import abstract_model
 from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
-
-_PARAMETERS = "parameters"
 
 
 def save_model(model: ShardedModel, folder: str | Path) -> None:
@@ -40,9 +38,10 @@ def save_model(model: ShardedModel, folder: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / _PARAMETERS, by_name(model.state))
+            checkpointer.save(folder / ORBAX_PARAMETERS, by_name(model.state))
         if jax.process_index() == 0:
-            config = replace(model.config, dtype=str(model.dtype)).to_dict()
+            # How the files were quantised that the model came from says nothing about these.
+            config = replace(model.config, dtype=str(model.dtype), quantization=None).to_dict()
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except Exception as error:  # Orbax and TensorStore raise errors of many types, few of which name the folder
         raise CheckpointError(f"{folder}: cannot save there: {error}") from error
@@ -61,16 +60,16 @@ def restore_model(folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None
         raise CheckpointError(f"{folder}: no such folder")
     config = ModelConfig.from_folder(folder)
     graphdef, abstract = abstract_model(config, mesh, dtype)
-    if not (folder / _PARAMETERS).is_dir():
-        raise CheckpointError(f"{folder}: holds no {_PARAMETERS}/; qwenjax.checkpoint.orbax.save_model writes one")
+    if not (folder / ORBAX_PARAMETERS).is_dir():
+        raise CheckpointError(f"{folder}: holds no {ORBAX_PARAMETERS}/; qwenjax.checkpoint.orbax.save_model writes one")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            stored = dict(checkpointer.metadata(folder / _PARAMETERS).item_metadata or {})
+            stored = dict(checkpointer.metadata(folder / ORBAX_PARAMETERS).item_metadata or {})
             abstract = with_mxfp8(abstract, _quantised(stored) & by_name(abstract).keys())
             wanted, placed = by_name(abstract), by_name(shardings(abstract, mesh))
             _check_names_and_shapes(wanted, stored)
             check_blocks_divide(placed, wanted)
-            arrays = checkpointer.restore(folder / _PARAMETERS, {n: _placed(wanted[n], placed[n]) for n in wanted})
+            arrays = checkpointer.restore(folder / ORBAX_PARAMETERS, {n: _placed(wanted[n], placed[n]) for n in wanted})
     except MeshError:
         raise
     except Exception as error:  # as in save_model

@@ -16,13 +16,14 @@ from qwenjax.checkpoint.writer import SafetensorsWriter
 from qwenjax.convert.destination import Destination, extras, fingerprint, to_json, write_whole
 from qwenjax.convert.encode import Error
 from qwenjax.convert.modelopt import config_files
+from qwenjax.convert.orbax import write_orbax
 from qwenjax.convert.pieces import Piece, pieces_of, process
 from qwenjax.convert.plan import SHARD_BYTES, Plan, Shard, make_plan
 from qwenjax.convert.report import make_report
 from qwenjax.convert.source import ConvertError, Source, open_source
 
 FORMATS = ("mxfp8",)  # formats that a checkpoint can be written in; qwenjax.quant has more, for comparison
-OUTPUTS = ("safetensors",)
+OUTPUTS = ("safetensors", "orbax")
 VERSION = 1  # of the output: raise it when the same command gives other bytes
 
 
@@ -46,6 +47,10 @@ def convert(
     keep. workers: threads, by default one a core. shard_bytes: largest file. A run that was killed continues when
     called again with the same arguments, and gives the same bytes; `src` is only read.
 
+    output: "safetensors" streams, one tensor at a time. "orbax" writes what qwenjax.checkpoint.orbax restores on any
+    mesh: its last step, Orbax's own, holds the whole quantised model in memory, begins anew after a kill, and gives the
+    same values but, since Orbax names its files at random, not the same bytes.
+
     Raises ConvertError (arguments, `dst`), CheckpointError (files of `src`) and NonFiniteError (NaN or infinity in
     a weight), all of them ValueErrors.
     """
@@ -56,9 +61,27 @@ def convert(
     options = {"format": format, "only": only, "exclude": sorted(exclude)}
     source = open_source(resolve(src if isinstance(src, str) else Path(src)))
     plan = make_plan(source, only, exclude, shard_bytes)
-    identity = fingerprint(source, {**options, "shard_bytes": shard_bytes, "version": VERSION})
+    of_output = {} if output == "safetensors" else {"output": output}
+    identity = fingerprint(source, {**options, **of_output, "shard_bytes": shard_bytes, "version": VERSION})
+
+    def as_safetensors(folder: Path) -> dict[str, Any]:
+        return convert(
+            source.folder,
+            folder,
+            format=format,
+            only=only,
+            exclude=exclude,
+            progress=progress,
+            workers=workers,
+            shard_bytes=shard_bytes,
+        )
+
     with Destination(dst, source, identity) as destination:
-        if not destination.finished:
+        if destination.finished:
+            pass
+        elif output == "orbax":
+            destination.finish(write_orbax(source, plan, destination, as_safetensors, progress))
+        else:
             errors = _write_shards(source, plan, destination, workers or len(os.sched_getaffinity(0)), progress)
             for path in extras(source):
                 write_whole(destination.folder / path.name, path.read_bytes())

@@ -13,6 +13,7 @@ _COMMANDS = {
     "generate": "generate text from a checkpoint, streaming to the terminal",
     "logits": "print the most likely next tokens after a prompt",
     "convert": "write a checkpoint anew in a quantised format",
+    "eval": "measure what number formats cost a model on a text",
 }
 
 

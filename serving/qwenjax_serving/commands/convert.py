@@ -17,7 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="leave these modules; may be given several times"
     )
-    parser.add_argument("--output", default="safetensors", choices=["safetensors"], help="default %(default)s")
+    parser.add_argument(
+        "--output",
+        default="safetensors",
+        choices=["safetensors", "orbax"],
+        help="safetensors streams within 4 GB of memory; orbax, for qwenjax alone, needs memory for the whole "
+        "quantised model and, until it is done, disk for it twice (default %(default)s)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core)")
 
 

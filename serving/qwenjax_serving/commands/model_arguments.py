@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, its mesh and its dtype."""
+def add_model_arguments(parser: argparse.ArgumentParser, quantization: bool = True) -> None:
+    """MODEL, its mesh and its dtype; `quantization`: whether the command can quantise it while loading."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a Hugging Face repo id")
     parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="ranks that share the requests")
     parser.add_argument("--model-parallel", type=int, default=1, metavar="N", help="ranks that share each layer")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default: config.json's"
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="auto is config.json's (default %(default)s)",
     )
-    parser.add_argument("--quantization", choices=("mxfp8",), help="quantise the linear layers while loading")
+    if quantization:
+        parser.add_argument("--quantization", choices=("mxfp8",), help="quantise the linear layers while loading")
     parser.add_argument("--revision", help="of a Hugging Face repository")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
