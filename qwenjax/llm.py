@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
-_DEFAULT_DRAFTS = 2  # of a head that is trained on several depths
+_DEFAULT_DRAFTS = 1  # the best of 1 to 4 at every batch of bench/speculative.py
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
 # One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
@@ -73,7 +73,7 @@ class LLM:
         its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on
         each data rank. max_num_batched_tokens: of one prefill call. num_steps: tokens a sequence draws in one decode
         call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows.
-        num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 2
+        num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 1
         where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without.
         progress: bars for loading and compiling.
 

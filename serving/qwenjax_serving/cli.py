@@ -14,6 +14,7 @@ _COMMANDS = {
     "logits": "print the most likely next tokens after a prompt",
     "convert": "write a checkpoint anew in a quantised format",
     "eval": "measure what number formats cost a model on a text",
+    "train": "train a small model, or a multi-token-prediction head for any",
 }
 
 

@@ -30,7 +30,7 @@ def main() -> int:
     """Streams one continuation with drafts and one without, each with its figures: the text is the same."""
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
     speeds, texts = [], []
-    for num_drafts in (2, 0):
+    for num_drafts in (1, 0):
         print(f"\nqwenjax {'with' if num_drafts else 'without'} speculative decoding", file=sys.stderr)
         # float32: a CPU has few bf16 instructions, and XLA converts the weights anew at every step.
         llm = LLM(tiny_model(), dtype="float32", num_speculative_tokens=num_drafts, max_num_seqs=1)

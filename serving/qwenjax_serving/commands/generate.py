@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
     parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together")
     parser.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 2 where the model has a head"
+        "--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 where the model has a head"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", help="text to go on from; may be given several times")

@@ -1,0 +1,56 @@
+"""`qwenjax train`, from text to a model with a head, by its command line alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from qwenjax.config import ModelConfig
+from qwenjax_serving.commands import train
+from tests.helpers import tiny
+
+TOKENIZER = Path(__file__).parents[2] / "configs" / "tiny"
+TRAINING = ["--steps", "2", "--batch", "2", "--length", "16", "--dtype", "float32", "--no-progress"]
+
+
+def run(*words: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_text_becomes_a_model_with_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("The king sat upon his throne. " * 40)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "All his servants stood before him. " * 40}) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps(tiny(vocab_size=4096)))
+    tokens = tmp_path / "tokens.npy"
+    assert run("tokens", TOKENIZER, "--text", tmp_path / "a.txt", tmp_path / "b.jsonl", "--out", tokens) == 0
+    base, head = tmp_path / "base", tmp_path / "head"
+    assert run("base", tmp_path / "config.json", "--data", tokens, "--out", base, *TRAINING) == 0
+    assert not ModelConfig.from_folder(base / "model").mtp_num_hidden_layers
+    assert run("mtp", base / "model", "--data", tokens, "--out", head, "--depths", "1", *TRAINING) == 0
+    assert ModelConfig.from_folder(head / "model").mtp_num_hidden_layers == 1
+    assert (head / "loss.png").is_file()
+    assert f"{head / 'model'}: " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="is there already"):
+        run("mtp", base / "model", "--data", tokens, "--out", head, *TRAINING)
+
+
+def test_memory_is_told_without_loading_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny()))
+    assert run("mtp", tmp_path, "--memory") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "base", "head", "activations", "logits", "total",
+    ]  # fmt: skip
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny()))
+    with pytest.raises(ValueError, match="--data is missing"):
+        run("base", tmp_path, "--out", tmp_path / "out")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"words": 1}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
+        run("tokens", TOKENIZER, "--text", tmp_path / "bad.jsonl", "--out", tmp_path / "t.npy")
