@@ -126,9 +126,7 @@ def main() -> None:
             f"top {config.num_experts_per_tok}, vocabulary {config.vocab_size}, {arguments.dtype}; {STEPS} steps a call"
         )
         print(f"\n{'':>5} | {'prefill':>9} | {'decode':>9} {'':>9} | {'ms a call outside XLA':^21} | outside XLA")
-        print(
-            f"{'batch':>5} | {'tokens/s':>9} | {'ms/step':>9} {'tokens/s':>9} | {'engine':>10} {'call':>10} | share / bar"
-        )
+        print(f"batch | {'tokens/s':>9} | {'ms/step':>9} {'tokens/s':>9} | {'engine':>10} {'call':>10} | share / bar")
         for batch in arguments.batches:
             r = row(engine, batch, arguments.rounds)
             print(

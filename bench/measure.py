@@ -7,6 +7,7 @@ import io
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def header(*packages: str) -> str:
-    """Machine, versions of Python and of `packages`, and the load that other processes make, in three lines."""
+    """Commit, machine, versions of Python and of `packages`, and the load that other processes make, a line each."""
     found = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     return (
+        f"commit: {_commit()}\n"
         f"machine: {device_name()}, {cores} CPU cores, {platform.system()} {platform.machine()}\n"
         f"versions: {', '.join(found)}\n"
         f"load average at the start: {load:.1f}"
@@ -74,6 +76,15 @@ class _Both(io.TextIOBase):
         for stream in self._streams:
             stream.write(text)
         return len(text)
+
+
+def _commit() -> str:
+    """The checkout's commit, "-dirty" where files differ from it; "unknown" outside a checkout."""
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _version(package: str) -> str:

@@ -12,11 +12,14 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from qwenjax import LLM, SamplingParams
+from qwenjax.outputs import RequestOutput
+from qwenjax.sampling import gumbel_noise
 from tests.helpers import random_tensors, tiny, write_checkpoint
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS_IDS = (2, 0)  # as Qwen3 has two: the end of a turn and the end of a text
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("t", "h"), ("Ġ", "a"), ("Ġ", "w")]
+TOLERANCE = 1e-4  # between the logits of cached steps and those of whole sequences
 VOCABULARY = 320  # the model's; the tokenizer's ids end before it
 TEMPLATE = (Path(__file__).parent / "qwenjax" / "qwen_like_chat_template.jinja").read_text(encoding="utf-8")
 
@@ -101,3 +104,50 @@ def assert_all_free(llm: LLM) -> None:
     assert all(sequence is None for table in engine._table for sequence in table)
     for pool in engine._pools:
         assert sorted(pool._free) == list(range(pool.num_pages))
+
+
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    return [part.token_ids for part in output.outputs]
+
+
+def processed(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """vLLM's steps from a model's logits to those drawn from, one row, written out in float64."""
+    logits = logits.astype(np.float64)
+    end_ids = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else EOS_IDS)]
+    if len(output) < params.min_tokens:
+        logits[end_ids] = -np.inf
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    seen = np.array(sorted({*prompt, *output}))
+    penalty = params.repetition_penalty
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    for token in set(output):
+        logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if params.greedy:
+        return logits
+    logits /= params.temperature
+    probabilities = np.exp(log_softmax(logits))
+    logits[probabilities < params.min_p * probabilities.max()] = -np.inf
+    if params.top_k > 0:
+        logits[np.argsort(-logits, kind="stable")[params.top_k :]] = -np.inf
+    probabilities = np.exp(log_softmax(logits))
+    order = np.argsort(-probabilities, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    logits[order[before >= params.top_p]] = -np.inf
+    return logits
+
+
+def assert_follows(llm: LLM, result: RequestOutput, params: SamplingParams) -> None:
+    """Every token is the argmax of the processed logits, and of the noise of (seed, sample index, position)."""
+    prompt = result.prompt_token_ids
+    for part in result.outputs:
+        assert part.token_ids
+        rows = llm.logits([*prompt, *part.token_ids[:-1]])[len(prompt) - 1 :]
+        for place, (row, token) in enumerate(zip(rows, part.token_ids, strict=True)):
+            scores = processed(row, params, prompt, part.token_ids[:place])
+            if not params.greedy:
+                assert params.seed is not None
+                seed = np.array([[params.seed >> 32, params.seed & 0xFFFFFFFF]], np.uint32)
+                index, position = np.int32([part.index]), np.int32([len(prompt) + place])
+                scores = scores + np.asarray(gumbel_noise(seed, index, position, VOCABULARY))[0]
+            assert scores[token] > scores.max() - TOLERANCE, f"output {part.index}, token {place}"

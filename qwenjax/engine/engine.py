@@ -295,6 +295,8 @@ class Engine:
 
     def _take(self, sequence: Sequence, drawn: Drawn, column: int, num_steps: int, want_logprobs: bool) -> None:
         """Hands a sequence what a decode call drew for it."""
+        if drawn.tokens[0, 0, column] < 0:  # would wait for ever
+            raise RuntimeError(f"request {sequence.request.request_id!r}: the device ended it and the host did not")
         speculated = drawn.tokens.shape[1] > 1 and sequence.request.params.speculation
         for step, row_tokens in enumerate(drawn.tokens[:num_steps, :, column].tolist()):
             count = 0
