@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +22,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+from measure import header
 
 from qwenjax.checkpoint.safetensors import TensorInfo
 from qwenjax.checkpoint.writer import SafetensorsWriter
@@ -86,10 +84,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
-    print(f"commit: {commit()}; command: python {' '.join(sys.argv)}")
-    print(f"machine: {cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.machine()}")
-    print(f"versions: Python {platform.python_version()}, JAX {jax.__version__}, numpy {np.__version__}")
-    print("load average before: {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()))
+    print(header("jax", "numpy"))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         source, target = Path(name) / "source", Path(name) / "target"
         source.mkdir()
@@ -124,16 +119,6 @@ def main() -> None:
     }.items():
         print(f"{what:32}{on_one_core(action, values.nbytes, 3):>7.0f}")
     print("load average after: {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()))
-
-
-def commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

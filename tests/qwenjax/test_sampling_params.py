@@ -9,7 +9,9 @@ from qwenjax.sampling_params import MAX_END_IDS, MAX_LOGIT_BIAS, SamplingParams,
 
 
 def test_defaults_are_vllms():
-    assert dataclasses.asdict(SamplingParams()) == {
+    defaults = dataclasses.asdict(SamplingParams())
+    assert defaults.pop("speculation") is True  # ours alone
+    assert defaults == {
         "n": 1,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
