@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
-_DEFAULT_DRAFTS = 1  # the best of 1 to 4 at every batch of bench/speculative.py
+_DEFAULT_DRAFTS = 1  # costs least where it does not pay, see bench/results/speculative-cpu.txt
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
 # One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.

@@ -171,5 +171,5 @@ def test_damaged_files_are_an_error_and_never_other_values(
             failed += 1
         else:
             assert_same_parameters(restored, expected)
-        gc.collect()  # Orbax leaves coroutines behind, which complain when they go
+    gc.collect()  # Orbax leaves coroutines behind, which complain when they go
     assert failed
