@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from qwenjax.cache import PAGE_SIZE
-from qwenjax.checkpoint.load import load_model
+from qwenjax.checkpoint.load import has_mtp_head, load_model
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.engine.engine import Engine, EngineConfig
@@ -102,11 +102,11 @@ class LLM:
             num_speculative_tokens=num_speculative_tokens or 0,
             speculation_max_batch=speculation_max_batch,
         )
+        num_drafts = self._num_drafts(folder, config, num_speculative_tokens)
         own_dtype = None if dtype == "auto" else DTYPES[dtype]
         self.model = load_model(folder, mesh, own_dtype, quantization=quantization, progress=progress)
         if num_pages is None:
             num_pages = min(max_num_seqs * sizes.max_pages, _pages_that_fit(self.model, page_size))
-        num_drafts = self._num_drafts(folder, num_speculative_tokens)
         self.config = replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts)
         enable_compilation_cache()
         self._engine = Engine(self.model, self.tokenizer, self.config)
@@ -177,6 +177,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
         """The token ids that `chat` would complete, for `stream`."""
+        if not messages:
+            raise ValueError("messages is empty; it holds at least one message")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [
             self.tokenizer.apply_chat_template(
@@ -190,8 +192,8 @@ class LLM:
         """float32 [tokens, vocab]: row i holds the logits of the token after token_ids[i]."""
         return sequence_logits(self.model, [token_ids])[0]
 
-    def _num_drafts(self, folder: Path, asked: int | None) -> int:
-        has_head = self.model.config.mtp_num_hidden_layers > 0
+    def _num_drafts(self, folder: Path, config: ModelConfig, asked: int | None) -> int:
+        has_head = has_mtp_head(folder, config)
         if asked and not has_head:
             raise ValueError(
                 f"num_speculative_tokens is {asked}, and {folder} has no multi-token-prediction head (mtp.* tensors); "
@@ -222,6 +224,11 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(several):
             raise ValueError(f"sampling_params holds {len(params)} items for {len(several)} prompts")
+        for place, (prompt, own) in enumerate(zip(several, params, strict=True)):
+            if not isinstance(prompt, str | Sequence | np.ndarray):
+                raise ValueError(f"prompt {place} is a {type(prompt).__name__}; it is text or token ids")
+            if not isinstance(own, SamplingParams):
+                raise ValueError(f"sampling_params holds a {type(own).__name__}; it holds SamplingParams")
         call, requests = next(self._calls), []
         for index, (prompt, own) in enumerate(zip(several, params, strict=True)):
             text = prompt if isinstance(prompt, str) else None
@@ -271,7 +278,7 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     settings = {name: found[name] for name in names if found.get(name) is not None}
     if found.get("do_sample") is False:
-        settings = {"temperature": 0.0}
+        settings["temperature"] = 0.0
     try:
         return SamplingParams(**settings)
     except ValueError as error:
@@ -280,6 +287,8 @@ def default_sampling_params(folder: Path) -> SamplingParams:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list: a list of numbers is one prompt of token ids."""
+    if not isinstance(prompts, str | Sequence | np.ndarray):
+        raise ValueError(f"prompts is a {type(prompts).__name__}; it is text, token ids, or a list of such")
     if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.cache import SelfContext
+from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA
 from qwenjax.model import Qwen3Moe
 from qwenjax.sharded_model import EPOCHS_SPEC, ShardedModel, on_ranks
@@ -26,7 +28,7 @@ def sequence_logits(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
     Sequences are padded to the longest, in steps of 64, and to a multiple of the data ranks. Raises ValueError
     for an empty sequence, an id outside the vocabulary or a sequence longer than max_position_embeddings.
     """
-    check_sequences(model, sequences)
+    check_sequences(model.config, sequences)
     data = model.mesh.shape[DATA]
     rows = -(-len(sequences) // data) * data
     length = -(-max(len(sequence) for sequence in sequences) // _LENGTH_STEP) * _LENGTH_STEP
@@ -46,9 +48,9 @@ def sequence_logits(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
     return [np.asarray(logits[row, : len(sequence)]) for row, sequence in enumerate(sequences)]
 
 
-def check_sequences(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> None:
+def check_sequences(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> None:
     """Raises ValueError for what the model cannot read, naming the sequence and the limit."""
-    vocabulary, longest = model.config.vocab_size, model.config.max_position_embeddings
+    vocabulary, longest = config.vocab_size, config.max_position_embeddings
     if not sequences:
         raise ValueError("no sequences")
     for index, sequence in enumerate(sequences):
@@ -57,6 +59,8 @@ def check_sequences(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
         if len(sequence) > longest:
             raise ValueError(f"sequence {index} has {len(sequence)} tokens; max_position_embeddings is {longest}")
         for token in sequence:
+            if isinstance(token, bool | np.bool_) or not isinstance(token, Integral):
+                raise ValueError(f"sequence {index} holds {token!r}; token ids are integers")
             if not 0 <= token < vocabulary:
                 raise ValueError(f"sequence {index} has token id {token}; the vocabulary is 0 to {vocabulary - 1}")
 

@@ -14,6 +14,7 @@ from tokenizers import decoders
 from qwenjax.chat_template import ChatTemplate
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder of templates beside the default one
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
@@ -61,7 +62,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Reads tokenizer.json and, where there, tokenizer_config.json, generation_config.json, config.json,
-        chat_template.jinja and chat_templates/*.jinja. Layouts of transformers 4 and 5.
+        chat_template.jinja and additional_chat_templates/*.jinja. Layouts of transformers 4 and 5.
 
         Raises FileNotFoundError without tokenizer.json, ValueError for files that cannot be read or used.
         """
@@ -236,7 +237,7 @@ def _eos_ids(folder: Path) -> list[int]:
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. Files of their own, transformers 5's layout, go before tokenizer_config.json."""
-    files = {path.stem: path for path in sorted((folder / "chat_templates").glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:

@@ -20,4 +20,5 @@ def all_reduce(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[ja
     x: any shape and float dtype, the same on every rank; epochs: int32 [1]. Returns (sum, epochs + 1).
     """
     x, epochs = jax.lax.optimization_barrier((x, epochs))
-    return jax.lax.psum(x, axis_name), epochs + 1
+    # A second barrier, or the next collective might begin before this one has its result.
+    return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), epochs + 1))

@@ -141,7 +141,8 @@ def dispatch(
     x, epochs = jax.lax.optimization_barrier((x, epochs))
     sent_x, sent_ids, sent_weights = send(x, 0), send(ids, -1), send(weights, 0)
     received = jax.lax.all_to_all(counts[:, None], axis_name, 0, 0)[:, 0]
-    return Dispatched(sent_x, sent_ids, sent_weights, received, jnp.where(goes, slot, -1)), epochs + 1
+    there = Dispatched(sent_x, sent_ids, sent_weights, received, jnp.where(goes, slot, -1))
+    return jax.lax.optimization_barrier((there, epochs + 1))
 
 
 def combine(
@@ -156,7 +157,8 @@ def combine(
     home = jax.lax.all_to_all(partial, axis_name, 0, 0)  # home[r, s]: what rank r made of the token in its slot s
     ranks, _, hidden = home.shape
     rows = jnp.where(slots >= 0, jnp.arange(ranks) * home.shape[1] + slots, -1)
-    return sum_rows(home.reshape(-1, hidden), rows).astype(partial.dtype), epochs + 1
+    total = sum_rows(home.reshape(-1, hidden), rows).astype(partial.dtype)
+    return jax.lax.optimization_barrier((total, epochs + 1))
 
 
 def moe_sharded_tokens(

@@ -59,8 +59,7 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     declared, block = parse_quantization(folder, config.quantization)
     checkpoint = Checkpoint(folder)
-    # Checkpoints in the wild hold a head without a word in config.json.
-    if any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors):
+    if _names_head(checkpoint):
         config = replace(config, mtp_num_hidden_layers=1)
         config.check()
     stored = StoredWeights(checkpoint, declared, block)
@@ -77,6 +76,21 @@ def load_model(
     check_blocks_divide(placed, shapes)
     filler = Filler(stored, placed, shapes, progress)
     return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
+
+
+def has_mtp_head(folder: Path, config: ModelConfig) -> bool:
+    """Whether a checkpoint folder has a multi-token-prediction head, by its config or by its tensors' names.
+
+    Raises CheckpointError as Checkpoint does.
+    """
+    if config.mtp_num_hidden_layers or (folder / ORBAX_PARAMETERS).is_dir():
+        return config.mtp_num_hidden_layers > 0
+    return _names_head(Checkpoint(folder))
+
+
+def _names_head(checkpoint: Checkpoint) -> bool:
+    # Checkpoints in the wild hold a head without a word in config.json.
+    return any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
 
 
 def _restored(folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: str | None) -> ShardedModel:

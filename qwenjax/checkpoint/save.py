@@ -48,7 +48,8 @@ def save_pretrained(model: ShardedModel, folder: str | Path, max_shard_bytes: in
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(i.nbytes for i in infos.values())}, "weight_map": weight_map}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", "utf-8")
-    config = replace(model.config, dtype=str(model.dtype)).to_dict()
+    # How the files were quantised that the model came from says nothing about these.
+    config = replace(model.config, dtype=str(model.dtype), quantization=None).to_dict()
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
 
 

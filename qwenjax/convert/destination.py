@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from qwenjax.convert.source import ConvertError, Source
+from qwenjax.tokenizer import CHAT_TEMPLATES
 
 STATE = ".qwenjax-convert"  # what is done so far; removed at the end
 REPORT = "conversion_report.json"
@@ -36,6 +37,15 @@ def extras(source: Source) -> list[Path]:
         and path.name not in _REPLACED
         and not path.name.endswith(_NOT_COPIED)
     )
+
+
+def copy_extras(source: Source, folder: Path) -> None:
+    """Copies the files that go along, and the named chat templates in their folder."""
+    templates = sorted((source.folder / CHAT_TEMPLATES).glob("*.jinja"))
+    if templates:
+        (folder / CHAT_TEMPLATES).mkdir(exist_ok=True)
+    for path in [*extras(source), *templates]:
+        write_whole(folder / path.relative_to(source.folder), path.read_bytes())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qwenjax.convert.destination import Destination, extras, to_json, write_whole
+from qwenjax.convert.destination import Destination, copy_extras, to_json, write_whole
 from qwenjax.convert.plan import Plan
 from qwenjax.convert.source import Source
 
@@ -45,7 +45,6 @@ def write_orbax(
         (saved / "config.json").read_text("utf-8")
     )
     os.replace(saved / ORBAX_PARAMETERS, destination.folder / ORBAX_PARAMETERS)
-    for path in extras(source):
-        write_whole(destination.folder / path.name, path.read_bytes())
+    copy_extras(source, destination.folder)
     write_whole(destination.folder / "config.json", to_json(config))
     return report

@@ -164,5 +164,6 @@ def _pack(parts: Sequence[Part], shard_bytes: int) -> list[Shard]:
 
 def _ignored(parts: Sequence[Part]) -> list[str]:
     """Module names, in full: vLLM and SGLang both match those exactly, while they read wildcards differently."""
-    kept = {module_of(part.name) for part in parts if not part.quantised and part.kind in (*KINDS, "router")}
+    linear = (*KINDS, "router", "head_input")
+    kept = {module_of(part.name) for part in parts if not part.quantised and part.kind in linear}
     return ["lm_head", *sorted(kept, key=natural)]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.writer import SafetensorsWriter
-from qwenjax.convert.destination import Destination, extras, fingerprint, to_json, write_whole
+from qwenjax.convert.destination import Destination, copy_extras, fingerprint, to_json, write_whole
 from qwenjax.convert.encode import Error
 from qwenjax.convert.modelopt import config_files
 from qwenjax.convert.orbax import write_orbax
@@ -78,17 +78,28 @@ def convert(
 
     with Destination(dst, source, identity) as destination:
         if destination.finished:
-            pass
+            _check_whole(destination, plan, output)
         elif output == "orbax":
             destination.finish(write_orbax(source, plan, destination, as_safetensors, progress))
         else:
             errors = _write_shards(source, plan, destination, workers or len(os.sched_getaffinity(0)), progress)
-            for path in extras(source):
-                write_whole(destination.folder / path.name, path.read_bytes())
+            copy_extras(source, destination.folder)
             for name, content in config_files(source.config, plan).items():
                 write_whole(destination.folder / name, content)
             destination.finish(make_report(source, plan, errors, options))
         return destination.report()
+
+
+def _check_whole(destination: Destination, plan: Plan, output: str) -> None:
+    """Raises ConvertError where a finished conversion has lost files since."""
+    shards = (
+        [plan.file_name(number) for number in range(len(plan.shards))] if output == "safetensors" else ["parameters"]
+    )
+    lost = [name for name in ["config.json", *shards] if not (destination.folder / name).exists()]
+    if lost:
+        raise ConvertError(
+            f"{destination.folder}: was finished and has lost {', '.join(lost)}; remove it and start anew"
+        )
 
 
 def _write_shards(

@@ -83,11 +83,10 @@ class EngineConfig:
     def decode_variants(self) -> list[tuple[int, int]]:
         """Batch and number of drafts of every decode program. Requests may go without drafts at any batch."""
         plain = [(batch, 0) for batch in self.decode_batches]
-        if not self.num_speculative_tokens:
+        if not self.num_speculative_tokens or not self.speculation_max_batch:
             return plain
-        smallest = self.decode_batches[0]
-        fits = [batch for batch in self.decode_batches if batch <= max(self.speculation_max_batch, smallest)]
-        return plain + [(batch, self.num_speculative_tokens) for batch in fits]
+        # At every batch: a few sequences may be left in high slots, and those are to keep their drafts.
+        return plain + [(batch, self.num_speculative_tokens) for batch in self.decode_batches]
 
 
 class Engine:
@@ -279,19 +278,18 @@ class Engine:
         num_steps = min(self.config.num_steps, max(sequence.num_left for sequence in running))
         highest = max(sequence.slot for sequence in running)
         batch = next(size for size in self.config.decode_batches if size > highest)
-        num_drafts = self._num_drafts(batch, running)
+        num_drafts = self._num_drafts(running)
         want = any(sequence.request.params.logprobs is not None for sequence in running)
         drawn = jax.device_get(self._run_decode((batch, num_drafts), num_steps, want))
         for sequence in running:
             self._take(sequence, drawn, sequence.rank * batch + sequence.slot, num_steps, want)
         return _distinct(sequence.request for sequence in running)
 
-    def _num_drafts(self, batch: int, running: SequenceOf[Sequence]) -> int:
+    def _num_drafts(self, running: SequenceOf[Sequence]) -> int:
         busiest = max(sum(sequence is not None for sequence in table) for table in self._table)
         wanted = any(sequence.request.params.speculation for sequence in running)
-        num_drafts = self.config.num_speculative_tokens
-        fits = busiest <= self.config.speculation_max_batch and (batch, num_drafts) in self.config.decode_variants
-        return num_drafts if wanted and fits else 0
+        fits = busiest <= self.config.speculation_max_batch
+        return self.config.num_speculative_tokens if wanted and fits else 0
 
     def _take(self, sequence: Sequence, drawn: Drawn, column: int, num_steps: int, want_logprobs: bool) -> None:
         """Hands a sequence what a decode call drew for it."""

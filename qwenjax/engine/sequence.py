@@ -50,9 +50,9 @@ class Request:
         return RequestOutput(
             self.request_id,
             self.prompt,
-            self.prompt_token_ids,
+            list(self.prompt_token_ids),
             [sequence.snapshot() for sequence in self.sequences],
-            self.prompt_logprobs,
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             self.finished,
             metrics,
             replace(self.speculation) if self.speculation.drafted else None,

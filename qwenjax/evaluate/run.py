@@ -92,7 +92,7 @@ def evaluate(
     if batch < 1:
         raise ValueError(f"batch is {batch}; it is at least 1")
     cuts = list(windows(len(ids), context, stride))
-    check_sequences(model, [ids[cut.start : cut.stop] for cut in cuts])
+    check_sequences(model.config, [ids[cut.start : cut.stop] for cut in cuts])
     variants = all_variants() if variants is None else variants
     for variant in variants:
         check_format(variant.format)

@@ -11,10 +11,12 @@ _FUSED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 _ATTENTION = re.compile(r"\.self_attn\.[qkvo]_proj\.weight$")
 _MLP = re.compile(r"\.mlp\.(gate|up|down)_proj\.weight$")
 _ROUTER = re.compile(r"\.mlp\.gate\.weight$")
+_HEAD_INPUT = re.compile(r"^mtp\.fc\.weight$")
 
 
 def kind_of(name: str) -> str:
-    """One of "experts", "attention", "mlp" (dense layers), "router", "norm", "embedding", "lm_head" or "other"."""
+    """One of "experts", "attention", "mlp" (dense layers), "router", "head_input" (mtp.fc), "norm", "embedding",
+    "lm_head" or "other"."""
     if _EXPERT.search(name) or _FUSED.search(name):
         return "experts"
     if _ATTENTION.search(name):
@@ -23,6 +25,8 @@ def kind_of(name: str) -> str:
         return "mlp"
     if _ROUTER.search(name):
         return "router"
+    if _HEAD_INPUT.search(name):
+        return "head_input"
     if name.endswith("norm.weight"):
         return "norm"
     if name.endswith("embed_tokens.weight"):

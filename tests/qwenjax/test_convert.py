@@ -644,3 +644,34 @@ def test_the_whole_235b_model_is_planned_in_shards_of_5_gb(tmp_path: Path) -> No
     assert len(plan.parts) == 94 * (128 * 3 + 5) + 2
     assert sum(shard.nbytes for shard in plan.shards) == pytest.approx(2 * 1.245e9 + 94 * 128 * 3 * 6.49e6, rel=0.05)
     assert max(shard.nbytes for shard in plan.shards) < 4.99e9
+
+
+def test_the_ignore_list_names_every_linear_layer_that_is_kept(tmp_path: Path) -> None:
+    tiny = Path(__file__).parents[2] / "configs" / "tiny"
+    convert(tiny, tmp_path / "dst")
+    tensors_there = Checkpoint(tmp_path / "dst").tensors
+    kept = {
+        name.removesuffix(".weight")
+        for name, info in tensors_there.items()
+        if len(info.shape) == 2 and name.endswith(".weight") and f"{name}_scale" not in tensors_there
+    }
+    ignored = json.loads((tmp_path / "dst" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == kept - {"model.embed_tokens"}
+    assert "mtp.fc" in ignored
+
+
+def test_a_finished_conversion_that_lost_a_shard_is_not_called_finished(tmp_path: Path) -> None:
+    folder = save(tmp_path / "src", tensors())
+    convert(folder, tmp_path / "dst")
+    shard = sorted((tmp_path / "dst").glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(ConvertError, match=f"has lost {shard.name}"):
+        convert(folder, tmp_path / "dst")
+
+
+def test_named_chat_templates_go_along(tmp_path: Path) -> None:
+    folder = save(tmp_path / "src", tensors())
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    convert(folder, tmp_path / "dst")
+    assert (tmp_path / "dst" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"

@@ -401,8 +401,11 @@ def test_default_parameters_are_the_checkpoints(llm: LLM, folder: Path, tmp_path
     assert_follows(llm, llm.generate(PLAIN, seeded)[0], seeded)
     assert len(llm.generate("abc")[0].outputs[0].token_ids) <= 16
     assert qwenjax.llm.default_sampling_params(tmp_path) == SamplingParams()
-    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
-    assert qwenjax.llm.default_sampling_params(tmp_path) == SamplingParams(temperature=0.0)
+    (tmp_path / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.5, "repetition_penalty": 1.3}'
+    )
+    greedy_penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    assert qwenjax.llm.default_sampling_params(tmp_path) == greedy_penalised
     (tmp_path / "generation_config.json").write_text('{"temperature": -0.5}')
     with pytest.raises(ValueError, match=r"generation_config.json: temperature is -0.5"):
         qwenjax.llm.default_sampling_params(tmp_path)
@@ -428,6 +431,35 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "parameters for another number of prompts": (["a", "b"], [GOOD], "sampling_params holds 1 items for 2 prompts"),
     "half a character": ("\ud83d", GOOD, "surrogate"),
 }
+
+
+def test_what_is_no_prompt_or_no_parameters_is_refused_by_its_type(llm: LLM, steps: list[str]) -> None:
+    calls: list[tuple[Any, Any, str]] = [
+        (None, None, "prompts is a NoneType"),
+        ({"prompt": "x"}, None, "prompts is a dict"),
+        ([{"prompt": "x"}], None, "prompt_token_ids holds"),
+        ("a", {"temperature": 0}, "sampling_params holds a str"),
+    ]
+    for prompts, params, message in calls:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, params)
+    with pytest.raises(ValueError, match="messages is empty"):
+        llm.chat([])
+    for ids, message in (([1.7], "holds 1.7; token ids are integers"), ([True], "holds True; token ids are integers")):
+        with pytest.raises(ValueError, match=message):
+            llm.logits(ids)  # type: ignore[arg-type]
+    assert steps == []
+
+
+def test_outputs_of_a_stream_do_not_change_after_they_were_given(llm: LLM) -> None:
+    prompt = random_ids(100)  # two chunks
+    seen = []
+    for output in llm.stream(prompt, greedy(3, prompt_logprobs=1)):
+        seen.append((output, len(output.prompt_logprobs or []), len(output.outputs[0].token_ids)))
+        output.prompt_token_ids.clear()
+    assert len(seen) > 1
+    assert seen[0][1] < seen[-1][1] == 100
+    assert all((len(o.prompt_logprobs or []), len(o.outputs[0].token_ids)) == (p, t) for o, p, t in seen)
 
 
 @pytest.mark.parametrize("name", BAD)

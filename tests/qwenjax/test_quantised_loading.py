@@ -31,7 +31,7 @@ from qwenjax.quant import NonFiniteError
 from qwenjax.sharded_model import ShardedModel, by_name, random_model, shardings
 from qwenjax_ffi.weights import MXFP8Weight
 from tests.generation import VOCABULARY, add_tokenizer, greedy, random_ids, small_llm
-from tests.helpers import fuse_experts, random_tensors, tiny, write_checkpoint
+from tests.helpers import assert_same_parameters, fuse_experts, random_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -219,6 +219,13 @@ def test_an_fp8_block_checkpoint_equals_the_oracle_with_decoded_weights(
     assert np.abs(oracle(RAW, decoded, tmp_path / "decoded") - logits(model)).max() < 1e-4
     split = load(fp8_blocks, (1, 2))  # the 128 input features of down_proj, and with them their block, cut in two
     np.testing.assert_allclose(logits(split), logits(model), atol=1e-4)
+
+
+def test_a_model_that_came_from_fp8_blocks_is_saved_as_the_floats_it_holds(fp8_blocks: Path, tmp_path: Path) -> None:
+    model = load_model(fp8_blocks, make_mesh(), progress=False)
+    save_pretrained(model, tmp_path / "saved")
+    assert ModelConfig.from_folder(tmp_path / "saved").quantization is None
+    assert_same_parameters(load_model(tmp_path / "saved", make_mesh(), progress=False), model)
 
 
 def test_an_fp8_block_checkpoint_becomes_mxfp8_while_loading(fp8_blocks: Path, tmp_path: Path) -> None:

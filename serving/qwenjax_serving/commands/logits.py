@@ -9,8 +9,8 @@ import numpy as np
 
 from qwenjax.checkpoint.load import load_model
 from qwenjax.checkpoint.resolve import resolve
-from qwenjax.config import DTYPES
-from qwenjax.logits import sequence_logits
+from qwenjax.config import DTYPES, ModelConfig
+from qwenjax.logits import check_sequences, sequence_logits
 from qwenjax.mesh import make_mesh
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.commands.model_arguments import add_model_arguments
@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ids is None:
         assert tokenizer is not None
         ids = tokenizer.encode(arguments.prompt)
+    check_sequences(ModelConfig.from_folder(folder), [ids])
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
     model = load_model(folder, mesh, dtype, quantization=arguments.quantization, progress=arguments.progress)

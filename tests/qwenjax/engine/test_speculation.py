@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from qwenjax import LLM, RequestOutput, SamplingParams
+from qwenjax.engine.engine import EngineConfig
 from qwenjax.outputs import SpeculationStats
 from tests.generation import (
     EOS_IDS,
@@ -173,6 +174,22 @@ def test_above_its_batch_speculation_switches_itself_off_and_comes_back_as_good(
     fresh = shared.generate([[*prompt, *tokens[:before]]], greedy(len(tokens) - before))[0]
     assert fresh.outputs[0].token_ids == tokens[before:]
     assert fresh.speculation == long.speculation
+
+
+@pytest.mark.parametrize(("slots", "limit"), [(64, 32), (32, 16), (32, 4), (3, 2), (1, 1)])
+def test_drafts_have_a_program_at_every_batch_up_to_the_limit(slots: int, limit: int) -> None:
+    sizes = {"max_model_len": 64, "num_pages": 8, "page_size": 16, "max_num_batched_tokens": 16, "num_steps": 2}
+    config = EngineConfig(max_num_seqs=slots, num_speculative_tokens=2, speculation_max_batch=limit, **sizes)
+    # A single sequence may be left in the highest slot.
+    assert {batch for batch, drafts in config.decode_variants if drafts} == set(config.decode_batches)
+    off = EngineConfig(max_num_seqs=slots, num_speculative_tokens=2, speculation_max_batch=0, **sizes)
+    assert not any(drafts for _, drafts in off.decode_variants)
+
+
+def test_two_sequences_within_the_limit_draft_together(folder: Path) -> None:
+    llm = speculating_llm(folder, num_speculative_tokens=NUM_DRAFTS, speculation_max_batch=2)
+    outputs = llm.generate([random_ids(5), random_ids(6)], greedy(9, logit_bias={X: 1e4}))
+    assert all(output.speculation is not None and output.speculation.tokens == 8 for output in outputs)
 
 
 def test_without_a_head_drafts_are_off_by_default_and_an_error_when_asked_for(
