@@ -176,8 +176,7 @@ def test_the_tool_template_is_used_where_there_are_tools():
 
 
 def test_named_templates_are_read_where_transformers_writes_them(tmp_path):
-    folder = write_folder(tmp_path / "named")
-    saved = PreTrainedTokenizerFast.from_pretrained(folder)
+    saved = PreTrainedTokenizerFast.from_pretrained(write_folder(tmp_path))
     saved.chat_template = {"default": "plain", "tool_use": "tools"}
     saved.save_pretrained(tmp_path / "saved")
     tokenizer = Tokenizer.from_folder(tmp_path / "saved")
