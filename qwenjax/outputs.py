@@ -110,6 +110,7 @@ class RequestOutput:
     prompt_logprobs: per prompt token, {id: Logprob} with the prompt's id first, and None for the first token,
         which nothing precedes; None where not asked for.
     speculation: how this request's drafts fared; None where it had none.
+    num_cached_tokens: prompt tokens whose keys and values were in the cache already.
     """
 
     request_id: str
@@ -120,3 +121,27 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     speculation: SpeculationStats | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds now, and its totals since it started.
+
+    Now: num_waiting and num_running sequences; queued_prompt_tokens, of the waiting ones; free_pages and decode_batch of
+    each data rank; num_pages of a rank. Totals: num_preemptions, num_aborts; prompt_tokens, and cached_prompt_tokens
+    among them; generated_tokens; speculation.
+    """
+
+    num_waiting: int
+    num_running: int
+    queued_prompt_tokens: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    num_aborts: int
+    free_pages: tuple[int, ...]
+    num_pages: int
+    decode_batch: tuple[int, ...]
+    speculation: SpeculationStats
