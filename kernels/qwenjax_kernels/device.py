@@ -9,6 +9,17 @@ from cutlass import Float32, Int32, Int64, Uint32
 EVICT_FIRST = 0x12F0000000000000
 
 
+def address_of(tensor: cute.Tensor | None) -> Int64 | None:
+    """The address of a tensor's first element; None where there is no tensor."""
+    return None if tensor is None else tensor.iterator.toint()
+
+
+def layer_address(weights: cute.Tensor, layer: cute.Tensor | None, layer_bytes: int) -> Int64:
+    """The address of the layer that the one-element tensor names; of the weights where there is no stack."""
+    first = weights.iterator.toint()
+    return first if layer is None else first + Int64(layer[0]) * layer_bytes
+
+
 def bulk_copy(dst: Int32, src: Int64, num_bytes: int, barrier: Int32, evict_first: bool) -> None:
     """Copies num_bytes (a multiple of 16) from global to shared memory; the bytes complete on the mbarrier."""
     if evict_first:

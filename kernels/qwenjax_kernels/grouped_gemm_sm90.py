@@ -19,28 +19,17 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from qwenjax_kernels import device, fragments
+from qwenjax_kernels.schedule import WARP, TileSchedule
 from qwenjax_kernels.tiles import WARPGROUP, Epilogue, Tile
 
-WARP = 32
 GATHER_WARPS = 2
 GATHERED_ROWS = 2 * GATHER_WARPS  # in one turn
 # wgmma truncates as it accumulates: 2.4e-6 of the norm over k = 2048. Float32 results sum segments of 512 instead.
 SEGMENT_UNITS = 4
-
-
-def address_of(tensor: cute.Tensor | None) -> Int64 | None:
-    """The address of a tensor's first element; None where there is no tensor."""
-    return None if tensor is None else tensor.iterator.toint()
-
-
-def layer_address(weights: cute.Tensor, layer: cute.Tensor | None, layer_bytes: int) -> Int64:
-    """The address of the layer that the one-element tensor names; of the weights where there is no stack."""
-    first = weights.iterator.toint()
-    return first if layer is None else first + Int64(layer[0]) * layer_bytes
 
 
 class GroupedGemmSm90:
@@ -73,6 +62,7 @@ class GroupedGemmSm90:
         fragment_rows = 2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width
         self.row_units, self.k_units = fragments.units(fragment_rows, k)
         self.m_tiles = -(-self.row_units // tile.m_units)
+        self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles)
         self.stages = tile.stages(num_groups)
         self.grid = num_sms
         if self.stages < 2:
@@ -150,7 +140,7 @@ class GroupedGemmSm90:
         lane = cute.arch.lane_idx()
 
         if warp == 0:
-            self.write_tables(group_sizes.iterator.toint(), tile_end, row_end, lane)
+            self.schedule.write_tables(group_sizes.iterator.toint(), tile_end, row_end, lane)
         if warp == 1:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
@@ -159,11 +149,11 @@ class GroupedGemmSm90:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        total = device.load_shared(tile_end + 4 * (self.num_groups - 1))
+        total = self.schedule.total(tile_end)
         producer_registers, consumer_registers = self.tile.registers()
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
-            source = layer_address(
+            source = device.layer_address(
                 weights, layer, self.num_groups * self.row_units * self.k_units * fragments.UNIT_BYTES
             )
             if warp == 0:
@@ -171,7 +161,7 @@ class GroupedGemmSm90:
             elif warp <= GATHER_WARPS:
                 self.gather_rows(
                     x.iterator.toint(),
-                    address_of(row_token),
+                    device.address_of(row_token),
                     storage.rows.data_ptr().toint(),
                     full,
                     empty,
@@ -184,7 +174,7 @@ class GroupedGemmSm90:
                 )
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            factors = address_of(row_weight)
+            factors = device.address_of(row_weight)
             self.multiply(
                 tiled_mma,
                 shared_rows,
@@ -200,59 +190,6 @@ class GroupedGemmSm90:
                 thread - WARPGROUP,
                 lane,
             )
-
-    @cute.jit
-    def write_tables(self, group_sizes: Int64, tile_end: Int32, row_end: Int32, lane: Int32) -> None:
-        """One warp writes the inclusive sums of tiles and of rows over the groups."""
-        chunks = -(-self.num_groups // WARP)
-        sizes = []
-        for chunk in cutlass.range_constexpr(chunks):
-            size = Int32(0)
-            if chunk * WARP + lane < self.num_groups:
-                size = device.load_global(group_sizes + Int64(chunk * WARP + lane) * 4)
-            sizes.append(size)
-        tiles_before = Int32(0)
-        rows_before = Int32(0)
-        for chunk in cutlass.range_constexpr(chunks):
-            rows = sizes[chunk]
-            tiles = (rows + (self.tile.rows - 1)) // self.tile.rows * self.m_tiles
-            for step in cutlass.range_constexpr(5):
-                lower_rows = cute.arch.shuffle_sync_up(rows, 1 << step, mask_and_clamp=0)
-                lower_tiles = cute.arch.shuffle_sync_up(tiles, 1 << step, mask_and_clamp=0)
-                if lane >= 1 << step:
-                    rows += lower_rows
-                    tiles += lower_tiles
-            rows += rows_before
-            tiles += tiles_before
-            group = chunk * WARP + lane
-            if group < self.num_groups:
-                device.store_shared(tile_end + 4 * group, tiles)
-                device.store_shared(row_end + 4 * group, rows)
-            rows_before = cute.arch.shuffle_sync(rows, WARP - 1)
-            tiles_before = cute.arch.shuffle_sync(tiles, WARP - 1)
-
-    @cute.jit
-    def locate(self, index: Int32, tile_end: Int32, row_end: Int32, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The tile's group, M tile, first row and end of the group's rows; by a warp together.
-
-        Tiles of a group run over its row tiles first, so that a weight tile read again is still in the L2.
-        """
-        group = Int32(0)
-        for chunk in cutlass.range_constexpr(-(-self.num_groups // WARP)):
-            passed = Boolean(False)
-            if chunk * WARP + lane < self.num_groups:
-                passed = device.load_shared(tile_end + 4 * (chunk * WARP + lane)) <= index
-            group += cute.arch.popc(cute.arch.vote_ballot_sync(passed))
-        first_tile = Int32(0)
-        row_begin = Int32(0)
-        if group > 0:
-            first_tile = device.load_shared(tile_end + 4 * group - 4)
-            row_begin = device.load_shared(row_end + 4 * group - 4)
-        rows_stop = device.load_shared(row_end + 4 * group)
-        row_tiles = (rows_stop - row_begin + (self.tile.rows - 1)) // self.tile.rows
-        m_tile = (index - first_tile) // row_tiles
-        row_tile = (index - first_tile) - m_tile * row_tiles
-        return group, m_tile, row_begin + row_tile * self.tile.rows, rows_stop
 
     @cute.jit
     def copy_weights(
@@ -272,7 +209,7 @@ class GroupedGemmSm90:
         phase = Int32(1)
         index = block
         while index < total:
-            group, m_tile, _, _ = self.locate(index, tile_end, row_end, lane)
+            group, m_tile, _, _, _ = self.schedule.locate(index, tile_end, row_end, lane)
             sources = []
             for unit in cutlass.range_constexpr(self.tile.m_units):
                 row_unit = cutlass.min(m_tile * self.tile.m_units + unit, self.row_units - 1)
@@ -327,7 +264,7 @@ class GroupedGemmSm90:
         lines = [line + swizzled, line + (swizzled ^ 64)]
         index = block
         while index < total:
-            _, _, first_row, rows_stop = self.locate(index, tile_end, row_end, lane)
+            _, _, _, first_row, rows_stop = self.schedule.locate(index, tile_end, row_end, lane)
             origins = []
             if cutlass.const_expr(tokens is not None):
                 # Lane l keeps the token of its l-th row (half a turn a row); a copy asks for it by a shuffle.
@@ -398,7 +335,7 @@ class GroupedGemmSm90:
         phase = Int32(0)
         index = block
         while index < total:
-            _, m_tile, first_row, rows_stop = self.locate(index, tile_end, row_end, lane)
+            _, m_tile, _, first_row, rows_stop = self.schedule.locate(index, tile_end, row_end, lane)
             row_factors = self.load_factors(factors, first_row, rows_stop, lane)
             for unit in cutlass.range_constexpr(self.tile.units):
                 accumulators[unit].fill(0.0)
