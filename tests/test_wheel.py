@@ -18,7 +18,18 @@ pytest.importorskip("hatchling", reason="the wheel is built where the dev extra 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["qwenjax", "qwenjax_ffi", "qwenjax_kernels", "qwenjax_serving"]
 # What a plain install does not have; an import of one raises as it would there.
-ABSENT = ["torch", "transformers", "cutlass", "cuda", "pytest", "safetensors", "uvicorn", "starlette", "msgspec", "prometheus_client"]
+ABSENT = [
+    "torch",
+    "transformers",
+    "cutlass",
+    "cuda",
+    "pytest",
+    "safetensors",
+    "uvicorn",
+    "starlette",
+    "msgspec",
+    "prometheus_client",
+]
 
 
 @dataclass(frozen=True)
