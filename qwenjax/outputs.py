@@ -128,9 +128,9 @@ class RequestOutput:
 class EngineStats:
     """What an engine holds now, and its totals since it started.
 
-    Now: num_waiting and num_running sequences; queued_prompt_tokens, of the waiting ones; free_pages and decode_batch of
-    each data rank; num_pages of a rank. Totals: num_preemptions, num_aborts; prompt_tokens, and cached_prompt_tokens
-    among them; generated_tokens; speculation.
+    Now: num_waiting and num_running sequences; queued_prompt_tokens, of the waiting ones; free_pages and decode_batch
+    of each data rank; num_pages of a rank. Totals: num_preemptions, num_aborts; prompt_tokens, and
+    cached_prompt_tokens among them; generated_tokens; speculation.
     """
 
     num_waiting: int
