@@ -1,7 +1,7 @@
 """The tiles of a grouped GEMM, found on the device: which group, which weight rows and which rows a tile number means.
 
 Rows are sorted by group and only the device knows how many each has. A group of s rows has ceil(s / tile_rows) row
-tiles, each of which is multiplied with all `m_tiles` tiles of the group's weight rows. Tiles are numbered group by group.
+tiles, each of which is multiplied with all `m_tiles` tiles of the group's weight rows. Tiles are numbered by group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WARP = 32
 
 
 class TileSchedule:
-    """Tables in shared memory, one int32 a group each: `tile_end` and `row_end`, the inclusive sums of tiles and rows."""
+    """Tables in shared memory, an int32 a group: `tile_end` and `row_end`, the inclusive sums of tiles and rows."""
 
     def __init__(self, *, num_groups: int, tile_rows: int, m_tiles: int) -> None:
         self.num_groups = num_groups
