@@ -156,7 +156,7 @@ class ModelConfig:
             hidden_size=hidden_size,
             num_hidden_layers=fields.take("num_hidden_layers", int),
             num_attention_heads=heads,
-            num_key_value_heads=fields.take("num_key_value_heads", int, heads),
+            num_key_value_heads=fields.take("num_key_value_heads", int, 4),
             head_dim=_head_dim(fields, hidden_size, heads),
             max_position_embeddings=max_positions,
             rms_norm_eps=fields.take("rms_norm_eps", float, 1e-6),

@@ -10,6 +10,7 @@ from typing import Any
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding, vLLM's _SAMPLING_EPS
 MAX_LOGPROBS = 20  # vLLM's default of max_logprobs and OpenAI's limit of top_logprobs
 MAX_LOGIT_BIAS = 1024  # width of the device's bias table, as vLLM's
+MAX_N = 16_384  # outputs of a prompt, as vLLM's VLLM_MAX_N_SEQUENCES
 MAX_END_IDS = 128  # width of the device's table of EOS and stop ids, as vLLM's
 _FLOAT32_MAX = 3.4028234663852886e38
 _MAX_BIAS = 1e30  # finite in float32 with room for any logit
@@ -19,7 +20,7 @@ _MAX_BIAS = 1e30  # finite in float32 with room for any logit
 class SamplingParams:
     """How one request is sampled. Every field acts: nothing is accepted and ignored.
 
-    n: outputs per prompt, at least 1; more than 1 needs a temperature, since greedy outputs are all the same.
+    n: outputs per prompt, 1 to 16,384; more than 1 needs a temperature, since greedy outputs are all the same.
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of ids in the output, once, or
         once per occurrence.
     repetition_penalty: in [1e-6, 1e6]; divides the positive and multiplies the negative logits of ids in the
@@ -67,7 +68,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        self._keep_int("n", 1)
+        self._keep_int("n", 1, MAX_N)
         self._keep_float("presence_penalty", -2.0, 2.0)
         self._keep_float("frequency_penalty", -2.0, 2.0)
         # A penalty that float32 flushes to zero would turn logits into NaN.

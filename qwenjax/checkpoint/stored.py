@@ -16,8 +16,8 @@ from qwenjax_ffi.weights import MX_BLOCK
 Storage = Literal["float", "mxfp8", "fp8_block"]
 
 _FLOATS = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
-_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_MX_SCALE, _BLOCK_SCALE = "_scale", "_scale_inv"
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_MX_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"  # suffixes of the scales' names
 _READS = (
     "qwenjax reads ModelOpt's MXFP8 (quant_method modelopt, quant_algo MXFP8), compressed-tensors' mxfp8-quantized, "
     "and fp8 with weight_block_size"
@@ -60,14 +60,14 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Checkpoint, declared: Storage, block: tuple[int, int]) -> None:
         self.checkpoint, self.declared, self.block = checkpoint, declared, block
-        self._suffix = {"float": None, "mxfp8": _MX_SCALE, "fp8_block": _BLOCK_SCALE}[declared]
+        self._suffix = {"float": None, "mxfp8": _MX_SCALE, "fp8_block": BLOCK_SCALE}[declared]
         self.tensors = {name: info for name, info in checkpoint.tensors.items() if not self._is_scale(name)}
         for name, info in checkpoint.tensors.items():
             self._check(name, info)
 
     def storage(self, name: str) -> Storage:
         """How tensor `name` is stored: one that the quantiser left alone is a float."""
-        return self.declared if self.tensors[name].dtype == _FP8 else "float"
+        return self.declared if self.tensors[name].dtype == FP8 else "float"
 
     def nbytes(self, name: str, shape: Sequence[int]) -> int:
         """Bytes in the files of a part of `name` of that shape, its scales aside."""
@@ -110,9 +110,11 @@ class StoredWeights:
         if self._is_scale(name):
             assert self._suffix is not None
             weight = tensors.get(name.removesuffix(self._suffix))
-            if weight is None or weight.dtype != _FP8:
+            if weight is None or weight.dtype != FP8:
                 raise CheckpointError(f"{where}: {name} scales no float8 tensor")
-        elif info.dtype == _FP8 and self._suffix is not None:
+        elif info.dtype == FP8 and self._suffix is not None:
+            if len(info.shape) < 2:
+                raise CheckpointError(f"{where}: {name} is float8 {list(info.shape)}; weights in blocks have two axes")
             scale = tensors.get(name + self._suffix)
             if scale is None:
                 raise CheckpointError(f"{where}: {name} is float8, and {name}{self._suffix} is missing")

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qwenjax.checkpoint.save import TOKEN_IDS
 from qwenjax.convert.destination import Destination, copy_extras, to_json, write_whole
 from qwenjax.convert.plan import Plan
 from qwenjax.convert.source import Source
 
 _WEIGHTS, _SAVED = "safetensors", "orbax"  # folders of the state
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, which a model's parameters do not need
 
 
 def write_orbax(
@@ -41,7 +41,7 @@ def write_orbax(
     for left in (saved, destination.folder / ORBAX_PARAMETERS):
         shutil.rmtree(left, ignore_errors=True)
     save_model(load_model(weights, make_mesh(), progress=progress), saved)
-    config = {key: source.config[key] for key in _TOKEN_IDS if key in source.config} | json.loads(
+    config = {key: source.config[key] for key in TOKEN_IDS if key in source.config} | json.loads(
         (saved / "config.json").read_text("utf-8")
     )
     os.replace(saved / ORBAX_PARAMETERS, destination.folder / ORBAX_PARAMETERS)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from qwenjax.checkpoint.stored import FP8
 from qwenjax.checkpoint.writer import SafetensorsWriter
 from qwenjax.convert.encode import Error, NonFinite, encode
 from qwenjax.convert.plan import BF16, Part
-from qwenjax.convert.source import FP8, SCALE_SUFFIX, Source
+from qwenjax.convert.source import SCALE_SUFFIX, Source
 from qwenjax.quant.bits import float32_bits
 from qwenjax.quant.format import NonFiniteError, check_finite
 from qwenjax_ffi.weights import MX_BLOCK

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from qwenjax.checkpoint.safetensors import TensorInfo
-from qwenjax.convert.source import FP8, ConvertError, Source
+from qwenjax.checkpoint.stored import FP8
+from qwenjax.convert.source import ConvertError, Source
 from qwenjax.quant.names import KINDS, fused_group, is_fused, kind_of, module_of, natural
 from qwenjax_ffi.weights import MX_BLOCK
 
@@ -86,11 +87,13 @@ def make_plan(
     """
     if only is not None and only not in KINDS:
         raise ConvertError(f"--only {only}: choose one of {', '.join(KINDS)}")
-    parts = [part for name in sorted(source.weights(), key=natural) for part in _parts(source, name)]
+    parts = [part for name in sorted(source.weights, key=natural) for part in _parts(source, name)]
     for glob in exclude:
         if not any(_matches(part, glob) for part in parts if part.quantised):
             raise ConvertError(f"--exclude {glob!r} matches no layer that would be quantised")
     parts = [_decide(part, only, exclude) for part in parts]
+    if not any(part.quantised for part in parts):
+        raise ConvertError(f"{source.folder}: nothing is left to quantise; choose --only and --exclude otherwise")
     _check_groups(parts)
     twice = {part.name for part in parts}
     if len(twice) != len(parts):

@@ -28,9 +28,9 @@ from qwenjax.quant.bits import (
 )
 from qwenjax.quant.format import Format, check_multiple, checked_bits
 from qwenjax.quant.mxfp8 import NAN_SCALE
+from qwenjax_ffi.weights import MIN_EXACT_SCALE
 
 NAN_BITS = 0x7FC00000
-MIN_SCALE = 10  # UE8M0 byte of 2^-117, as MXFP8: values stay normal in bf16
 MIN_GLOBAL_BITS = (127 - 100) << 23  # keeps e2m1 * e4m3 * global (down to 0.5 * 2^-9) normal
 MAX_GLOBAL_BITS = 0x79C30C30  # the largest float32 whose product with 448 * 6 is finite
 
@@ -53,7 +53,7 @@ class MXFP4(Format):
         amax = (bits & MAGNITUDE).max(-1)
         # 6 is 1.5 * 2^2.
         above = (amax & 0x7FFFFF) > 0x400000
-        scale = xp.maximum((amax >> 23).astype(xp.int32) - 2 + above.astype(xp.int32), MIN_SCALE)
+        scale = xp.maximum((amax >> 23).astype(xp.int32) - 2 + above.astype(xp.int32), MIN_EXACT_SCALE)
         mantissa, exponent = split(bits)
         codes = round_to(E2M1, mantissa, exponent - (scale - 127)[..., None])
         # 4 * 2^126 would be infinite: beyond 3.5 * 2^126, round down to 3.

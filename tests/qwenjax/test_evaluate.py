@@ -286,3 +286,8 @@ def test_text_that_is_not_utf8_is_refused(folder: Path, tmp_path: Path, capsys: 
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
     assert main(["eval", str(folder), "--text", str(tmp_path / "text.txt")]) == 2
     assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_too_few_tokens_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(folder), "--text", str(tmp_path / "none.txt"), "--max-tokens", "-3"]) == 2
+    assert "--max-tokens is -3; it is at least 2" in capsys.readouterr().err

@@ -332,6 +332,10 @@ def widen_scale(found: dict[str, np.ndarray]) -> None:
     found[Q_PROJ + "_scale"] = found[Q_PROJ + "_scale"].astype(np.float32)
 
 
+def flatten(found: dict[str, np.ndarray]) -> None:
+    found[Q_PROJ] = found[Q_PROJ].reshape(-1)
+
+
 def remove_weight(found: dict[str, np.ndarray]) -> None:
     found[Q_PROJ] = found[Q_PROJ].astype(np.float32)
 
@@ -342,6 +346,7 @@ def remove_weight(found: dict[str, np.ndarray]) -> None:
         (remove_scale, rf"{Q_PROJ} is float8, and {Q_PROJ}_scale is missing"),
         (cut_scale, rf"{Q_PROJ}_scale is uint8 \[64, 5\]; \[64, 192\] in blocks of \[1, 32\] needs \[64, 6\]"),
         (widen_scale, rf"{Q_PROJ}_scale is float32 \[64, 6\]"),
+        (flatten, rf"{Q_PROJ} is float8 \[12288\]; weights in blocks have two axes"),
         (remove_weight, rf"{Q_PROJ}_scale scales no float8 tensor"),
     ],
 )

@@ -20,7 +20,10 @@ from qwenjax_serving import cli
 from qwenjax_serving.commands import generate
 from tests.generation import greedy, log_softmax, small_llm, write_folder
 
-FIGURES = re.compile(r"(\d+) prompt tokens, (\d+) new; time to first token \d+ ms; [\d.]+ tokens/s")
+FIGURES = re.compile(
+    r"(\d+) prompt tokens, (\d+) new; time to first token \d+ ms; [\d.]+ tokens/s"
+    r"; no drafts: the model has no multi-token-prediction head"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.removesuffix("\n").split("\n")
 
 
 @pytest.mark.usefixtures("llm")
@@ -110,9 +113,9 @@ def test_a_file_holds_a_prompt_on_every_line(
     llm: LLM, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("hello\n\nth a\n", encoding="utf-8")
+    file.write_text("hello\n\nth\u2028a\r\n", encoding="utf-8")  # U+2028 ends a line of text, not one of a file
     assert cli.main(["generate", str(folder), "--file", str(file), "--max-tokens", "2", "--json"]) == 0
-    assert [json.loads(line)["prompt"] for line in lines_of(capsys)] == ["hello", "th a"]
+    assert [json.loads(line)["prompt"] for line in lines_of(capsys)] == ["hello", "th\u2028a"]
 
 
 def test_chat_goes_through_the_template(llm: LLM, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +133,8 @@ def test_parameters_are_the_checkpoints_where_not_given(folder: Path, llm: LLM) 
     base = llm.get_default_sampling_params()
     given = generate.sampling_params(base, parser.parse_args(["MODEL", "--prompt", "a"]))
     assert given == generate.replace(base, max_tokens=128)
+    given = generate.sampling_params(base, parser.parse_args(["MODEL", "--prompt", "a", "--min-tokens", "200"]))
+    assert given == generate.replace(base, max_tokens=200, min_tokens=200)
     words = ["--top-k", "3", "--stop", "x", "--stop", "y", "--stop-token-ids", "5", "6", "--min-tokens", "2"]
     words += ["--seed", "4", "--ignore-eos"]
     given = generate.sampling_params(base, parser.parse_args(["MODEL", "--prompt", "a", *words]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,21 @@ def run(*words: str | Path) -> int:
 def test_text_becomes_a_model_with_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("The king sat upon his throne. " * 40)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "All his servants stood before him. " * 40}) + "\n")
-    (tmp_path / "config.json").write_text(json.dumps(tiny(vocab_size=4096)))
+    start = tmp_path / "start"
+    shutil.copytree(TOKENIZER, start, ignore=shutil.ignore_patterns("*.safetensors*", "reproduce"))
+    (start / "config.json").write_text(json.dumps({**tiny(vocab_size=4096), "eos_token_id": [2, 7]}))
     tokens = tmp_path / "tokens.npy"
     assert run("tokens", TOKENIZER, "--text", tmp_path / "a.txt", tmp_path / "b.jsonl", "--out", tokens) == 0
     base, head = tmp_path / "base", tmp_path / "head"
-    assert run("base", tmp_path / "config.json", "--data", tokens, "--out", base, *TRAINING) == 0
+    assert run("base", start / "config.json", "--data", tokens, "--out", base, *TRAINING) == 0
     assert not ModelConfig.from_folder(base / "model").mtp_num_hidden_layers
     assert run("mtp", base / "model", "--data", tokens, "--out", head, "--depths", "1", *TRAINING) == 0
     assert ModelConfig.from_folder(head / "model").mtp_num_hidden_layers == 1
     assert (head / "loss.png").is_file()
+    # It generates as it is: tokenizer, chat template, defaults and token ids are there.
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (head / "model" / name).read_bytes() == (TOKENIZER / name).read_bytes()
+    assert json.loads((head / "model" / "config.json").read_text())["eos_token_id"] == [2, 7]
     assert f"{head / 'model'}: " in capsys.readouterr().out
     with pytest.raises(ValueError, match="is there already"):
         run("mtp", base / "model", "--data", tokens, "--out", head, *TRAINING)
@@ -49,6 +56,9 @@ def test_memory_is_told_without_loading_a_model(tmp_path: Path, capsys: pytest.C
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny()))
+    (tmp_path / "other.json").write_text(json.dumps(tiny()))
+    with pytest.raises(ValueError, match=r"other\.json; a file is called config\.json"):
+        run("base", tmp_path / "other.json", "--data", tmp_path / "t.npy", "--out", tmp_path / "out")
     with pytest.raises(ValueError, match="--data is missing"):
         run("base", tmp_path, "--out", tmp_path / "out")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"words": 1}\n')

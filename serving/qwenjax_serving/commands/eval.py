@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table, after a progress bar on standard error. Raises ValueError for what cannot be evaluated."""
+    if arguments.max_tokens is not None and arguments.max_tokens < 2:
+        raise ValueError(f"--max-tokens is {arguments.max_tokens}; it is at least 2, of which one is predicted")
     names = [name.strip() for name in arguments.formats.split(",") if name.strip()]
     variants = [v for v in all_variants(names) if not (v.activations and arguments.weights_only)]
     if arguments.plot:

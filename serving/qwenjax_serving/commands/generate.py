@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     start = time.monotonic()
     results = show(llm, ids if arguments.chat else texts, params, sys.stdout, as_json=arguments.json)
-    print(figures(results, time.monotonic() - start, llm.speculation), file=sys.stderr)
+    line = figures(results, time.monotonic() - start, llm.speculation)
+    if arguments.num_speculative_tokens is None and llm.speculation is None:
+        line += "; no drafts: the model has no multi-token-prediction head"
+    print(line, file=sys.stderr)
     return 0
 
 
@@ -105,7 +108,7 @@ def prompts(tokenizer: Tokenizer, arguments: argparse.Namespace) -> list[str]:
     if arguments.prompt is not None:
         return list(arguments.prompt)
     if arguments.file is not None:
-        kept = [line for line in arguments.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        kept = [line for line in arguments.file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if not kept:
             raise ValueError(f"--file {arguments.file}: holds no prompt; it has one on every line")
         return kept
@@ -121,7 +124,8 @@ def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace) -> 
     given = {name: getattr(arguments, name) for name, _, _ in _SAMPLING if getattr(arguments, name) is not None}
     given |= {"stop": arguments.stop} if arguments.stop else {}
     given |= {"stop_token_ids": arguments.stop_token_ids} if arguments.stop_token_ids else {}
-    return replace(defaults, **{"max_tokens": 128, "ignore_eos": arguments.ignore_eos} | given)
+    longest = max(128, arguments.min_tokens or 0)
+    return replace(defaults, **{"max_tokens": longest, "ignore_eos": arguments.ignore_eos} | given)
 
 
 def show(

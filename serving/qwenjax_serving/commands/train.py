@@ -106,7 +106,10 @@ def _texts(path: Path) -> Iterator[str]:
 
 def _base(arguments: argparse.Namespace) -> int:
     path = Path(arguments.model)
-    config = ModelConfig.from_folder(path.parent if path.is_file() else path)
+    if path.is_file() and path.name != "config.json":
+        raise ValueError(f"CONFIG is {path}; a file is called config.json")
+    folder = path.parent if path.is_file() else path
+    config = ModelConfig.from_folder(folder)
     _check(arguments)
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     data = TokenFiles(arguments.data, arguments.length + 1, arguments.batch, arguments.seed, config.vocab_size)
@@ -122,7 +125,7 @@ def _base(arguments: argparse.Namespace) -> int:
         _loop(arguments),
         arguments.seed,
     )
-    return _write(arguments, cast_model(trained, config.dtype))
+    return _write(arguments, cast_model(trained, config.dtype), folder)
 
 
 def _head(arguments: argparse.Namespace) -> int:
@@ -153,7 +156,7 @@ def _head(arguments: argparse.Namespace) -> int:
         _loop(arguments),
         arguments.seed,
     )
-    return _write(arguments, trained)
+    return _write(arguments, trained, folder)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -178,8 +181,8 @@ def _loop(arguments: argparse.Namespace) -> LoopSettings:
     )
 
 
-def _write(arguments: argparse.Namespace, model: ShardedModel) -> int:
-    save_pretrained(model, arguments.out / "model")
+def _write(arguments: argparse.Namespace, model: ShardedModel, source: Path) -> int:
+    save_pretrained(model, arguments.out / "model", tokenizer_from=source)
     try:
         plot_run(arguments.out / "run", arguments.out / "loss.png")
     except ImportError as error:  # the training is done: it shall not fail for want of a picture
