@@ -19,7 +19,7 @@ UV = Path(sys.executable).with_name("uv")
 # uv reads each of these as glibc 2.28 or newer; GB200 hosts are aarch64.
 PLATFORMS = {"x86-64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 PYTHONS = ("3.11", "3.12", "3.13")
-EXTRAS = (("serve", "train", "cuda12"), ("serve", "train", "cuda13"), ("serve", "test"))
+EXTRAS = (("disagg", "train", "cuda12"), ("disagg", "train", "cuda13"), ("disagg", "test"))
 SHOWN = ("jax", "flax", "nvidia-cutlass-dsl", "cuda-python", "torch")
 
 

@@ -1,0 +1,1 @@
+"""KV pages from prefill to decode workers: registered staging buffers, and reads between them over NIXL."""
