@@ -1,0 +1,64 @@
+"""Runs the front end on a socket, until it is told to stop; what is running then may finish."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_SPARE_CONNECTIONS = 256  # beside those of the requests that are worked on: probes, and clients told to come back
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for `serve`, before the model is loaded: a port that is taken is known at once. Until `serve` listens on
+    it, connections are refused. port: 0 for any that is free. Raises OSError, naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """http://host:port"""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    app: ASGIApp, bound: socket.socket, *, max_concurrent_requests: int, grace: int, on_ready: Callable[[], None]
+) -> None:
+    """Serves until SIGTERM or SIGINT. Then it accepts no more, gives what is running `grace` seconds to finish, cuts
+    what is left, and returns; a second signal cuts at once. on_ready: called once it listens."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=max_concurrent_requests + _SPARE_CONNECTIONS,
+        timeout_graceful_shutdown=grace,
+    )
+    await _Server(config, on_ready).serve(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own raises the signal anew when all is done, and the process would end by it, not with status 0.
+        self.force_exit = self.should_exit
+        self.should_exit = True
