@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
+from qwenjax_ffi.packing import PackedMXFP8Weight
 from qwenjax_ffi.weights import MXFP8Weight
 
 EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # one count a rank, see qwenjax_ffi.collectives
@@ -87,7 +88,7 @@ def from_names(structure: nnx.State, leaves: Mapping[str, Any]) -> nnx.State:
 
 
 def _is_quantised(leaf: Any) -> bool:
-    return isinstance(leaf, MXFP8Weight)
+    return isinstance(leaf, MXFP8Weight | PackedMXFP8Weight)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -17,16 +17,16 @@ from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import AxisName, all_reduce
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
+from qwenjax_ffi.packing import AnyWeight
 from qwenjax_ffi.routing import sort_rows
-from qwenjax_ffi.weights import Weight
 
 
 class ExpertWeights(NamedTuple):
     """A rank's experts. w13: [layers, local experts, 2 * width, hidden], gate first; w2: [layers, local experts,
     hidden, width]; layer: int32 scalar or [1], the layer of both stacks to use."""
 
-    w13: Weight
-    w2: Weight
+    w13: AnyWeight
+    w2: AnyWeight
     layer: jax.Array | int
 
 
@@ -64,7 +64,7 @@ def _local_experts_forward(
     if activation_format != "model":
         raise ValueError(f"activation_format {activation_format!r} cannot be differentiated; train with 'model'")
 
-    def form(x: jax.Array, weights: jax.Array, w13: Weight, w2: Weight) -> jax.Array:
+    def form(x: jax.Array, weights: jax.Array, w13: AnyWeight, w2: AnyWeight) -> jax.Array:
         return local_experts_training(x, ids, weights, w13, w2, experts.layer, first_expert)
 
     return jax.vjp(form, x, weights, experts.w13, experts.w2)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.grouped_gemm import sum_rows
+from qwenjax_ffi.packing import AnyWeight
 from qwenjax_ffi.routing import sort_rows
-from qwenjax_ffi.weights import MXFP8Weight, Weight, select_layer
+from qwenjax_ffi.weights import select_layer
 
 # Running every expert on every token multiplies the work by experts / top_k, but in large matmuls and without a gather.
 # XLA's ragged_dot on a GPU does the same multiplication on rows * top_k instead of rows (its groups are masked), and
@@ -23,8 +24,8 @@ def local_experts_training(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    w13: Weight,
-    w2: Weight,
+    w13: AnyWeight,
+    w2: AnyWeight,
     layer: jax.Array | int,
     first_expert: jax.Array | int,
 ) -> jax.Array:
@@ -35,11 +36,9 @@ def local_experts_training(
     w13 and w2. Weights are cast to x's dtype; results equal the inference form's up to its roundings. Raises ValueError
     for quantised weights.
     """
-    if isinstance(w13, MXFP8Weight) or isinstance(w2, MXFP8Weight):
-        raise ValueError("quantised experts cannot be differentiated; train on bf16, fp16 or fp32 weights")
     up, down = select_layer(w13, layer), select_layer(w2, layer)
-    assert isinstance(up, jax.Array)
-    assert isinstance(down, jax.Array)
+    if not isinstance(up, jax.Array) or not isinstance(down, jax.Array):
+        raise ValueError("quantised experts cannot be differentiated; train on bf16, fp16 or fp32 weights")
     form = _every_expert if up.shape[0] <= EVERY_EXPERT_UP_TO * ids.shape[1] else _ragged
     return form(x, ids, weights, up.astype(x.dtype), down.astype(x.dtype), first_expert)
 

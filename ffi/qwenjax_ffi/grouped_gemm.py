@@ -18,10 +18,8 @@ import jax.numpy as jnp
 from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
 from qwenjax_ffi.implementation import Implementation, choose
-from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, unpack
+from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, RowOrder, unpack
 from qwenjax_ffi.weights import Weight, decode, select_layer
-
-AnyWeight = Weight | PackedMXFP8Weight
 
 # A block of rows is one small matmul of the reference. Larger blocks copy an expert's weights less often, smaller
 # ones waste less on the last, partly filled block of each expert.
@@ -133,10 +131,7 @@ def _use_kernel(
     activation_format: ActivationFormat,
     row_order: RowOrder,
 ) -> TypeGuard[PackedMXFP8Weight]:
-    unavailable = kernel.unavailable(x, weight, row_order)
-    if activation_format != "model":
-        unavailable = f"the kernel multiplies activations in their own format, not {activation_format!r}"
-    return choose(op, implementation, unavailable) == "kernel"
+    return choose(op, implementation, kernel.unavailable(x, weight, row_order, activation_format)) == "kernel"
 
 
 def _plain(weight: AnyWeight, layer: jax.Array | int | None) -> tuple[Weight, jax.Array | int | None]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder
 from qwenjax_kernels.tiles import Epilogue, Tile
 
@@ -31,19 +32,24 @@ TILE_HEIGHTS = {
 }
 
 
-def unavailable(x: jax.Array, weight: object, row_order: RowOrder = "plain") -> str | None:
+def unavailable(
+    x: jax.Array, weight: object, row_order: RowOrder = "plain", activation_format: ActivationFormat = "model"
+) -> str | None:
     """Why no kernel can take these arguments on this machine; None where one can."""
+    if activation_format != "model":
+        return f"the kernel multiplies activations in their own format, not {activation_format!r}"
     if not isinstance(weight, PackedMXFP8Weight):
         return f"the weight is {type(weight).__name__}, the kernel takes PackedMXFP8Weight"
     if weight.row_order != row_order:
         return f"the weight is packed for {weight.row_order!r}, this operation needs {row_order!r}"
     if x.dtype != jnp.bfloat16:
         return f"the rows are {x.dtype}, the kernel takes bfloat16"
-    return _machine_unavailable()
+    return machine_unavailable()
 
 
 @functools.cache
-def _machine_unavailable() -> str | None:
+def machine_unavailable() -> str | None:
+    """Why the kernels cannot run on this machine; None where they can."""
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
     if importlib.util.find_spec("cutlass") is None:
@@ -134,6 +140,8 @@ def _call(
     row_order: RowOrder = "gate_up" if epilogue == "swiglu" else "plain"
     if not isinstance(weight, PackedMXFP8Weight) or weight.row_order != row_order:
         raise TypeError(f"the {epilogue} kernel takes a PackedMXFP8Weight of row order {row_order!r}, not {weight!r}")
+    if weight.parts != (1, 1):
+        raise ValueError(f"weight is packed in {weight.parts} parts, one for each rank; the kernel takes a rank's own")
     dims = 3 if layer is None else 4
     if weight.ndim != dims:
         raise ValueError(

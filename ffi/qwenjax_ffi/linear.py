@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
+from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, unpack
 from qwenjax_ffi.weights import Weight, decode, select_layer
 
 
 def linear(
     x: jax.Array,
-    weight: Weight,
+    weight: AnyWeight,
     layer: jax.Array | int | None = None,
     bias: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
     activation_format: ActivationFormat = "model",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """x @ weight^T + bias, summed in float32.
 
     x: [..., in]; weight: [out, in], or a stack [layers, out, in] of which `layer` (int32 [1] or scalar) is taken;
     bias: [out] or [layers, out]. Returns [..., out] of `out_dtype` (default: x's dtype). Quantised weights are
     decoded exactly to x's dtype first, and x is quantised where activation_format says so.
+
+    implementation: "auto" runs the grouped GEMM kernel, with one group, where the weight is packed for it and the GPU
+    is one that it is for, else the reference, which is XLA's own matmul; see qwenjax_ffi.implementation.
     """
-    x = quantise_activations(x, activation_format)
-    matrix = decode(select_layer(weight, layer), x.dtype)
-    y = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if choose("linear", implementation, kernel.unavailable(x, weight, activation_format=activation_format)) == "kernel":
+        assert isinstance(weight, PackedMXFP8Weight)
+        y = _one_group(x, weight, layer, dtype if bias is None else jnp.dtype(jnp.float32))
+    else:
+        x = quantise_activations(x, activation_format)
+        matrix = decode(_plain(select_layer(weight, layer)), x.dtype)
+        y = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         chosen = select_layer(bias, layer)
         assert isinstance(chosen, jax.Array)
         y = y + chosen.astype(jnp.float32)
-    return y.astype(out_dtype or x.dtype)
+    return y.astype(dtype)
+
+
+def _one_group(x: jax.Array, weight: PackedMXFP8Weight, layer: jax.Array | int | None, dtype: jnp.dtype) -> jax.Array:
+    rows = x.reshape(-1, x.shape[-1])
+    sizes = jnp.full(1, rows.shape[0], jnp.int32)
+    one = replace(weight, data=jnp.expand_dims(weight.data, -4))
+    return kernel.grouped_gemm(rows, sizes, one, layer, out_dtype=dtype).reshape(*x.shape[:-1], -1)
+
+
+def _plain(weight: AnyWeight) -> Weight:
+    return unpack(weight) if isinstance(weight, PackedMXFP8Weight) else weight

@@ -7,13 +7,13 @@ jnp, so that they run anywhere and shard over the leading axes, and the round tr
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight
+from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight
 from qwenjax_kernels import fragments
 
 RowOrder = Literal["plain", "gate_up"]
@@ -30,14 +30,29 @@ class PackedMXFP8Weight:
     """An MXFP8 weight as the kernels read it.
 
     data: uint8 [..., row units, k units, 8448], see `qwenjax_kernels.fragments`.
-    out_features, in_features: the last two axes of the logical weight.
+    part_out, part_in: the last two axes of a part. A weight whose rows or columns are split over ranks is packed part
+    by part, each rank its own, so that the split falls between units and a rank's share is a packed weight by itself.
     row_order: "plain", or "gate_up" where a gate row and its up row are neighbours, for the fused SwiGLU.
     """
 
     data: jax.Array
-    out_features: int = field(metadata={"static": True})
-    in_features: int = field(metadata={"static": True})
+    part_out: int = field(metadata={"static": True})
+    part_in: int = field(metadata={"static": True})
     row_order: RowOrder = field(metadata={"static": True})
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the rows and the columns are split."""
+        row_units, k_units, _ = packed_shape((self.part_out, self.part_in), self.row_order)
+        return self.data.shape[-3] // row_units, self.data.shape[-2] // k_units
+
+    @property
+    def out_features(self) -> int:
+        return self.parts[0] * self.part_out
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[1] * self.part_in
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,6 +61,13 @@ class PackedMXFP8Weight:
     @property
     def ndim(self) -> int:
         return self.data.ndim - 1
+
+    def __getitem__(self, index: Any) -> PackedMXFP8Weight:
+        """Part of a stack: `index` selects on the axes before the last two of the weight."""
+        return replace(self, data=self.data[index])
+
+
+AnyWeight = Weight | PackedMXFP8Weight
 
 
 def packed_shape(shape: tuple[int, ...], row_order: RowOrder) -> tuple[int, ...]:
@@ -100,7 +122,11 @@ def pack(weight: MXFP8Weight, row_order: RowOrder = "plain") -> PackedMXFP8Weigh
 
 @jax.jit
 def unpack(packed: PackedMXFP8Weight) -> MXFP8Weight:
-    """The logical weight of a packed one."""
+    """The logical weight of a packed one. Raises ValueError for several parts: each rank unpacks its own."""
+    if packed.parts != (1, 1):
+        raise ValueError(
+            f"the weight is packed in {packed.parts} parts, one for each rank; unpack them under shard_map"
+        )
     *lead, row_units, k_units, _ = packed.data.shape
     n = len(lead)
     element_bytes, scale_bytes = jnp.split(packed.data, [fragments.UNIT_ELEMENT_BYTES], axis=-1)
@@ -122,8 +148,8 @@ def unpack(packed: PackedMXFP8Weight) -> MXFP8Weight:
     scales = scales.transpose((*range(n), unit, warp, half, group, k_unit, vector))
     scales = scales.reshape(*scales.shape[: n + 4], k_units * fragments.UNIT_VECTORS)
 
-    elements = _from_fragment_rows(elements, packed, packed.in_features)
-    scales = _from_fragment_rows(scales, packed, packed.in_features // MX_BLOCK)
+    elements = _from_fragment_rows(elements, packed, packed.part_in)
+    scales = _from_fragment_rows(scales, packed, packed.part_in // MX_BLOCK)
     return MXFP8Weight(jax.lax.bitcast_convert_type(elements, jnp.float8_e4m3fn), scales)
 
 
@@ -137,8 +163,7 @@ def pack_into(packed: PackedMXFP8Weight, weight: MXFP8Weight, layer: jax.Array) 
     one = pack(weight, packed.row_order)
     if one.data.shape != packed.data.shape[1:]:
         raise ValueError(f"a layer of shape {weight.shape} does not fit a stack of shape {packed.shape}")
-    data = jax.lax.dynamic_update_index_in_dim(packed.data, one.data, layer, 0)
-    return PackedMXFP8Weight(data, packed.out_features, packed.in_features, packed.row_order)
+    return replace(packed, data=jax.lax.dynamic_update_index_in_dim(packed.data, one.data, layer, 0))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -170,10 +195,10 @@ def _from_fragment_rows(x: jax.Array, packed: PackedMXFP8Weight, columns: int) -
     n = len(lead)
     if packed.row_order == "gate_up":
         x = x.transpose((*range(n), n + 2, n, n + 1, n + 3, n + 4)).reshape(*lead, _HALVES, -1, padded_columns)
-        x = x[..., : packed.out_features // 2, :columns]
-        return x.reshape(*lead, packed.out_features, columns)
+        x = x[..., : packed.part_out // 2, :columns]
+        return x.reshape(*lead, packed.part_out, columns)
     x = x.transpose((*range(n), n, n + 1, n + 3, n + 2, n + 4)).reshape(*lead, -1, padded_columns)
-    return x[..., : packed.out_features, :columns]
+    return x[..., : packed.part_out, :columns]
 
 
 def _spread(first: jax.Array, second: jax.Array) -> jax.Array:

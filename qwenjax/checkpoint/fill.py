@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from qwenjax.checkpoint.stored import StoredWeights
 from qwenjax.quant.bits import float32_bits
 from qwenjax.quant.format import NonFiniteError, check_finite
 from qwenjax.quant.mxfp8 import quantise_weight
+from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, empty_packed, pack, pack_into
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight
 
 _READERS = 8  # threads: they wait for the disk and for copies, both outside the interpreter's lock
@@ -39,12 +41,48 @@ class _Read:
     targets: tuple[tuple[jax.Device, tuple[int, ...]], ...]
 
 
-@dataclass
 class _Shard:
-    """A device's part of a parameter while it is filled; the lock orders the donated updates."""
+    """A device's part of a parameter while it is filled; the lock orders the donated updates.
 
-    buffer: Weight
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    shape: the whole parameter's, abstract; local: the logical shape of the part. Where the parameter is packed, a layer
+    is gathered beside the stack and packed into it when its last element has come.
+    """
+
+    def __init__(self, shape: Any, local: tuple[int, ...], device: jax.Device) -> None:
+        self.local, self.device, self.lock = local, device, threading.Lock()
+        self.buffer: AnyWeight = _zeros(shape, local, device)
+        self.layers: dict[int, MXFP8Weight] = {}
+        self.left = defaultdict[int, int](lambda: math.prod(local[self._layer_axes :]))
+
+    @property
+    def _layer_axes(self) -> int:
+        return 1 if len(self.local) > 2 else 0
+
+    def write(self, values: Any, start: np.ndarray, write: Callable[..., Weight]) -> None:
+        """Writes a chunk and returns when it is done, since until then the update may read `values`."""
+        with self.lock:
+            if isinstance(self.buffer, PackedMXFP8Weight):
+                self._write_packed(values, start, write)
+            else:
+                self.buffer = write(self.buffer, values, start)
+            jax.block_until_ready(self.buffer)
+
+    def _write_packed(self, values: Any, start: np.ndarray, write: Callable[..., Weight]) -> None:
+        assert isinstance(self.buffer, PackedMXFP8Weight)
+        layer = int(start[0]) if self._layer_axes else 0
+        if layer not in self.layers:
+            self.layers[layer] = _zeros_mxfp8((1,) * self._layer_axes + self.local[self._layer_axes :], self.device)
+        start = np.where(np.arange(len(start)) < self._layer_axes, 0, start)
+        written = jax.block_until_ready(write(self.layers[layer], values, start))
+        assert isinstance(written, MXFP8Weight)
+        self.layers[layer] = written
+        self.left[layer] -= math.prod(values.shape)
+        if self.left[layer] == 0:
+            whole = self.layers.pop(layer)
+            if self._layer_axes:
+                self.buffer = _pack_layer(self.buffer, whole, np.int32(layer))
+            else:
+                self.buffer = pack(whole, self.buffer.row_order)
 
 
 class Filler:
@@ -62,10 +100,10 @@ class Filler:
         self.chunk_bytes = min(MAX_CHUNK_BYTES, max(largest // 64, _MIN_CHUNK_BYTES))
         self.budget = _Budget(largest)
 
-    def fill(self, pieces: list[Piece]) -> dict[str, Weight]:
+    def fill(self, pieces: list[Piece]) -> dict[str, AnyWeight]:
         boxes = {name: _boxes(sharding, self.shapes[name].shape) for name, sharding in self.placed.items()}
         self.shards = {
-            (name, device): _Shard(_zeros(self.shapes[name], tuple(stop - start for start, stop in box), device))
+            (name, device): _Shard(self.shapes[name], tuple(stop - start for start, stop in box), device)
             for name, by_device in boxes.items()
             for device, box in by_device.items()
         }
@@ -115,31 +153,30 @@ class Filler:
         with self.budget.of(nbytes + 2 * values_bytes):
             values = self._values(read)
             write = _write
-            if isinstance(self.shapes[read.parameter], MXFP8Weight) and not isinstance(values, MXFP8Weight):
+            if self._is_quantised(read) and not isinstance(values, MXFP8Weight):
                 _check_finite(values, read)
                 write = _quantise_and_write
             for device, start in read.targets:
-                shard = self.shards[read.parameter, device]
-                with shard.lock:
-                    shard.buffer = write(shard.buffer, values, np.asarray(start, np.int32))
-                    jax.block_until_ready(shard.buffer)  # until then the update may read `values`
+                self.shards[read.parameter, device].write(values, np.asarray(start, np.int32), write)
         return nbytes
 
+    def _is_quantised(self, read: _Read) -> bool:
+        return isinstance(self.shapes[read.parameter], MXFP8Weight | PackedMXFP8Weight)
+
     def _itemsize(self, read: _Read) -> int:
-        shape = self.shapes[read.parameter]
-        return 4 if isinstance(shape, MXFP8Weight) else shape.dtype.itemsize
+        return 4 if self._is_quantised(read) else self.shapes[read.parameter].dtype.itemsize
 
     def _values(self, read: _Read) -> np.ndarray | MXFP8Weight:
         """What to write: plain values of the parameter's dtype, those to quantise, or elements and scales as stored."""
-        shape = self.shapes[read.parameter]
-        if isinstance(shape, MXFP8Weight) and self.stored.storage(read.source) == "mxfp8":
+        quantised = self._is_quantised(read)
+        if quantised and self.stored.storage(read.source) == "mxfp8":
             elements, scales = self.stored.read_mxfp8(read.source, read.index)
             scales = scales.reshape(*read.box[:-1], read.box[-1] // MX_BLOCK)
             return MXFP8Weight(elements.reshape(read.box), scales)  # type: ignore[arg-type]
         values = self.stored.read(read.source, read.index).reshape(read.box)
-        return values if isinstance(shape, MXFP8Weight) else values.astype(shape.dtype, copy=False)
+        return values if quantised else values.astype(self.shapes[read.parameter].dtype, copy=False)
 
-    def _assemble(self, name: str, devices: list[jax.Device]) -> Weight:
+    def _assemble(self, name: str, devices: list[jax.Device]) -> AnyWeight:
         def whole(shape: jax.ShapeDtypeStruct, *buffers: jax.Array) -> jax.Array:
             return jax.make_array_from_single_device_arrays(shape.shape, self.placed[name], list(buffers))
 
@@ -208,12 +245,23 @@ def _chunks(box: tuple[tuple[int, int], ...], elements: int) -> Iterator[tuple[t
         yield from _chunks(slab, elements)
 
 
-def _zeros(shape: jax.ShapeDtypeStruct | MXFP8Weight, local: tuple[int, ...], device: jax.Device) -> Weight:
-    def make() -> Weight:
-        if isinstance(shape, MXFP8Weight):
-            scales = jnp.zeros((*local[:-1], local[-1] // MX_BLOCK), jnp.uint8)
-            return MXFP8Weight(jnp.zeros(local, jnp.float8_e4m3fn), scales)
+def _zeros(shape: Any, local: tuple[int, ...], device: jax.Device) -> AnyWeight:
+    """Zeros of a part of a parameter that is an array, MXFP8Weight or PackedMXFP8Weight of abstract arrays."""
+    if isinstance(shape, MXFP8Weight):
+        return _zeros_mxfp8(local, device)
+
+    def make() -> AnyWeight:
+        if isinstance(shape, PackedMXFP8Weight):
+            return empty_packed(local, shape.row_order)
         return jnp.zeros(local, shape.dtype)
+
+    return jax.jit(make, out_shardings=SingleDeviceSharding(device))()
+
+
+def _zeros_mxfp8(local: tuple[int, ...], device: jax.Device) -> MXFP8Weight:
+    def make() -> MXFP8Weight:
+        scales = jnp.zeros((*local[:-1], local[-1] // MX_BLOCK), jnp.uint8)
+        return MXFP8Weight(jnp.zeros(local, jnp.float8_e4m3fn), scales)
 
     return jax.jit(make, out_shardings=SingleDeviceSharding(device))()
 
@@ -244,3 +292,9 @@ def _update(buffer: jax.Array, values: jax.Array, start: list[jax.Array]) -> jax
 @partial(jax.jit, donate_argnums=0)
 def _quantise_and_write(buffer: MXFP8Weight, values: jax.Array, start: jax.Array) -> Weight:
     return _write(buffer, quantise_weight(values), start)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _pack_layer(stack: PackedMXFP8Weight, whole: MXFP8Weight, layer: jax.Array) -> PackedMXFP8Weight:
+    """whole: [1, ...], one layer of the stack."""
+    return pack_into(stack, whole[0], layer)

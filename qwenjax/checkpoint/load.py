@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.checkpoint.fill import MAX_CHUNK_BYTES, Filler
 from qwenjax.checkpoint.mapping import EMBEDDING, MTP_PREFIX, TIED_HEAD, Piece, plan
+from qwenjax.checkpoint.packed import packs_here, with_packed
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.safetensors import Checkpoint, CheckpointError
 from qwenjax.checkpoint.stored import Storage, StoredWeights, parse_quantization
@@ -38,6 +39,7 @@ def load_model(
     revision: str | None = None,
     quantization: str | None = None,
     progress: bool = True,
+    pack: bool | None = None,
 ) -> ShardedModel:
     """The checkpoint `model` (a folder or a Hugging Face repo id) on `mesh`, as `dtype` (default: config.json's).
 
@@ -47,6 +49,9 @@ def load_model(
     parameter that is quantised in some layers alone too; a warning says so. quantization="mxfp8" quantises the linear
     layers that `qwenjax convert` does, chunk by chunk as they are read.
 
+    pack: whether MXFP8 parameters get the order that the GPU kernels read (default: where those run). Each layer is
+    packed as soon as it is read whole, so that no more than two lie unpacked beside the packed ones.
+
     Host memory beyond the parameters stays under twice the largest tensor of the files: tensors are read in chunks and
     written into their place in the stacked parameters. Raises ConfigError, CheckpointError or MeshError, each before
     any weight is read, save for a file that changes meanwhile and NonFiniteError where NaN meets the quantiser.
@@ -55,7 +60,7 @@ def load_model(
         raise ValueError(f"quantization is {quantization!r}; qwenjax quantises to 'mxfp8' as it loads, or not (None)")
     folder = resolve(model, revision)
     if (folder / ORBAX_PARAMETERS).is_dir():
-        return _restored(folder, mesh, dtype, quantization)
+        return _restored(folder, mesh, dtype, quantization, pack)
     config = ModelConfig.from_folder(folder)
     declared, block = parse_quantization(folder, config.quantization)
     checkpoint = Checkpoint(folder)
@@ -74,6 +79,8 @@ def load_model(
     abstract = with_mxfp8(abstract, names)
     placed, shapes = by_name(shardings(abstract, mesh)), by_name(abstract)
     check_blocks_divide(placed, shapes)
+    if packs_here(shapes["norm"].dtype) if pack is None else pack:
+        shapes = with_packed(shapes, placed)
     filler = Filler(stored, placed, shapes, progress)
     return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
 
@@ -93,7 +100,9 @@ def _names_head(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
 
 
-def _restored(folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: str | None) -> ShardedModel:
+def _restored(
+    folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: str | None, pack: bool | None
+) -> ShardedModel:
     from qwenjax.checkpoint.orbax import restore_model  # here: it builds on this module
 
     if quantization:
@@ -101,7 +110,7 @@ def _restored(folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: s
             f"{folder}: holds parameters as Orbax saved them, which are not quantised while loading; "
             "leave quantization out, and quantise with `qwenjax convert --output orbax`"
         )
-    return restore_model(folder, mesh, dtype)
+    return restore_model(folder, mesh, dtype, pack)
 
 
 def _quantised_parameters(stored: StoredWeights, pieces: list[Piece], all_linear: bool) -> set[str]:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.checkpoint.load import ORBAX_PARAMETERS, check_blocks_divide, with_mxfp8
 from qwenjax.checkpoint.mapping import listing
+from qwenjax.checkpoint.packed import pack_model, packs_here, unpack_model
 from qwenjax.checkpoint.safetensors import CheckpointError
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import MeshError
@@ -29,6 +30,7 @@ from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
 def save_model(model: ShardedModel, folder: str | Path) -> None:
     """Writes the parameters and the config, whose dtype becomes that of the parameters, to a new or empty folder.
 
+    Parameters that are packed for a GPU's kernels are written unpacked, which takes their memory once more.
     Every process of a multi-host mesh calls it, with a folder that all of them see. Raises CheckpointError where the
     folder holds something already or cannot be written.
     """
@@ -38,7 +40,7 @@ def save_model(model: ShardedModel, folder: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / ORBAX_PARAMETERS, by_name(model.state))
+            checkpointer.save(folder / ORBAX_PARAMETERS, by_name(unpack_model(model).state))
         if jax.process_index() == 0:
             # How the files were quantised that the model came from says nothing about these.
             config = replace(model.config, dtype=str(model.dtype), quantization=None).to_dict()
@@ -47,13 +49,15 @@ def save_model(model: ShardedModel, folder: str | Path) -> None:
         raise CheckpointError(f"{folder}: cannot save there: {error}") from error
 
 
-def restore_model(folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None) -> ShardedModel:
+def restore_model(
+    folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None, pack: bool | None = None
+) -> ShardedModel:
     """The model that save_model wrote, on `mesh`, which may have another shape than the one it was saved from.
 
-    Every rank reads its own shards into place, as `dtype` (default: as saved); MXFP8 parameters stay so. Raises
-    ConfigError for a folder without a config, MeshError where the model does not divide over the mesh, and
-    CheckpointError, before any parameter is read, for parameters that are missing, unknown or of another shape, or
-    while reading for damaged files.
+    Every rank reads its own shards into place, as `dtype` (default: as saved); MXFP8 parameters stay so, and are packed
+    as load_model says, here one parameter after the other when all are read. Raises ConfigError for a folder without a
+    config, MeshError where the model does not divide over the mesh, and CheckpointError, before any parameter is read,
+    for parameters that are missing, unknown or of another shape, or while reading for damaged files.
     """
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
@@ -74,7 +78,8 @@ def restore_model(folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None
         raise
     except Exception as error:  # as in save_model
         raise CheckpointError(f"{folder}: cannot be restored: {error}") from error
-    return ShardedModel(config, mesh, graphdef, from_names(abstract, arrays))
+    model = ShardedModel(config, mesh, graphdef, from_names(abstract, arrays))
+    return pack_model(model) if (packs_here(model.dtype) if pack is None else pack) else model
 
 
 def _quantised(stored: Mapping[str, Any]) -> set[str]:

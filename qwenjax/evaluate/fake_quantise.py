@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from qwenjax.checkpoint.mapping import all_pieces
+from qwenjax.checkpoint.packed import unpack_model
 from qwenjax.config import ModelConfig
 from qwenjax.model import abstract_model
 from qwenjax.quant import FORMATS
@@ -41,7 +42,7 @@ def decoded(model: ShardedModel) -> ShardedModel:
     """The model with plain arrays for MXFP8 parameters, of the same values; the others are shared."""
     leaves = {
         name: decode(weight, model.dtype) if isinstance(weight, MXFP8Weight) else weight
-        for name, weight in by_name(model.state).items()
+        for name, weight in by_name(unpack_model(model).state).items()
     }
     return replace(model, state=from_names(abstract_model(model.config, model.mesh, model.dtype)[1], leaves))
 

@@ -195,6 +195,17 @@ def test_tile_choice(mean: int, groups: int, row_units: int, tile: Tile) -> None
     assert grouped_gemm_kernel.choose_tile(mean * groups, groups, row_units) == tile
 
 
+def test_a_weight_of_several_parts_has_its_whole_shape_and_is_taken_by_its_ranks_alone() -> None:
+    one = empty_packed((5, 96, 160), "plain")
+    whole = PackedMXFP8Weight(jnp.tile(one.data, (1, 2, 3, 1)), 96, 160, "plain")
+    assert (whole.parts, whole.shape) == ((2, 3), (5, 192, 480))
+    with pytest.raises(ValueError, match=r"packed in \(2, 3\) parts"):
+        unpack(whole)
+    x, sizes = jnp.zeros((40, 480), jnp.bfloat16), jnp.zeros(5, jnp.int32)
+    with pytest.raises(ValueError, match=r"packed in \(2, 3\) parts"):
+        grouped_gemm_kernel.grouped_gemm(x, sizes, whole)
+
+
 def test_packed_weights_are_pytrees_with_static_shapes() -> None:
     leaves, tree = jax.tree.flatten(empty_packed((2, 64, 96), "plain"))
     assert [leaf.dtype for leaf in leaves] == [jnp.uint8]

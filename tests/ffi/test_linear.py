@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
+from qwenjax_ffi.implementation import KernelUnavailableError
 from qwenjax_ffi.linear import linear
+from qwenjax_ffi.packing import pack
 from qwenjax_ffi.weights import MXFP8Weight
 
 
@@ -45,4 +48,8 @@ def test_mxfp8_weights_equal_their_decoded_values() -> None:
     weight = MXFP8Weight(jnp.asarray(elements), jnp.asarray(scales))
     for dtype in (jnp.float32, jnp.bfloat16):  # e4m3 times a power of two is exact in both
         x = jnp.asarray(X, dtype)
-        np.testing.assert_array_equal(linear(x, weight, 1), linear(x, jnp.asarray(decoded, dtype), 1))
+        expected = linear(x, jnp.asarray(decoded, dtype), 1)
+        np.testing.assert_array_equal(linear(x, weight, 1), expected)
+        np.testing.assert_array_equal(linear(x, pack(weight), 1), expected)  # no kernel runs here
+        with pytest.raises(KernelUnavailableError, match="linear: no kernel here: the weight is MXFP8Weight"):
+            linear(x, weight, 1, implementation="kernel")
