@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from qwenjax_ffi.weights import MX_BLOCK
+from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight
 
 # "model": the model's own dtype. "mxfp8": e4m3 with a UE8M0 scale per 32, what Blackwell's block-scaled MMA takes.
 # "mxfp4": e2m1 with the same. "nvfp4": e2m1 with an e4m3 scale per 16 and a float32 scale per row. "fp8_block": e4m3
@@ -50,6 +50,20 @@ def quantise_activations(x: jax.Array, activation_format: ActivationFormat) -> j
     amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     decoded = _scaled(blocks, amax, activation_format)
     return decoded.reshape(padded.shape)[..., :features].astype(x.dtype)
+
+
+def quantise_mxfp8(x: jax.Array) -> MXFP8Weight:
+    """The elements and the scales that `quantise_activations` decodes for "mxfp8", as a kernel multiplies them.
+
+    x: [..., features], features a multiple of 32. A block that holds NaN or an infinity gets the NaN scale: one such
+    value makes NaN of every sum that the block enters anyhow.
+    """
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, MX_BLOCK)
+    amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    scale, inverse = _power_of_two(amax, max_exponent=8, max_mantissa=0x600000)
+    elements = (blocks * inverse).astype(jnp.float8_e4m3fn).reshape(x.shape)
+    scale_bytes = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+    return MXFP8Weight(elements, jnp.where(jnp.isfinite(amax), scale_bytes, jnp.uint8(255))[..., 0])
 
 
 def _scaled(blocks: jax.Array, amax: jax.Array, activation_format: ActivationFormat) -> jax.Array:

@@ -140,6 +140,16 @@ def pack_bf16x2(low: Float32, high: Float32) -> Uint32:
     )
 
 
+def round_to_bf16(value: Float32) -> Float32:
+    """The nearest bf16, ties to even, as a float."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 zero, rounded;\nmov.b16 zero, 0;\ncvt.rn.bf16.f32 rounded, {$r0};\n"
+        "mov.b32 {$w0}, {zero, rounded};\n}",
+        write_only_types=[Float32],
+        read_only_args=[value],
+    )
+
+
 def byte_twice(word: Uint32, index: int) -> Uint32:
     """Byte `index` of a word in bytes 0 and 2 of the result, zeros between."""
     selector = 0x4040 | index << 8 | index
@@ -148,6 +158,82 @@ def byte_twice(word: Uint32, index: int) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=[word, Uint32(0), Uint32(selector)],
     )
+
+
+def permute_bytes(a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
+    """The word whose byte i is the byte that nibble i of the selector names: 0 to 3 of a, 4 to 7 of b."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, selector]
+    )
+
+
+def pack_e4m3x4(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Four floats, rounded to nearest even, as e4m3 bytes, a lowest; magnitudes above 448 become 448, NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\nmov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+def magnitude_bits(value: Float32) -> Int32:
+    """The bits of a float without its sign: they order as the magnitudes do, NaN above all."""
+    return cute.arch.inline_ptx("and.b32 {$w0}, {$r0}, 0x7fffffff;", write_only_types=[Int32], read_only_args=[value])
+
+
+def float_of(bits: Int32) -> Float32:
+    """The float of such bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def load_global_v4_or_zeros_if(condition: Int32, address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """Four words of global memory that no one writes during the kernel; zeros, unread, where condition is 0."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred loads;\nsetp.ne.s32 loads, {$r0}, 0;\n"
+        "mov.b32 {$w0}, 0;\nmov.b32 {$w1}, 0;\nmov.b32 {$w2}, 0;\nmov.b32 {$w3}, 0;\n"
+        "@loads ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}];\n}",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[condition, address],
+    )
+
+
+def store_global_v2(address: Int64, first: Uint32, second: Uint32) -> None:
+    """Two words to global memory at an 8-byte aligned address."""
+    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def store_global_byte(address: Int64, value: Int32) -> None:
+    """The lowest byte of a word to global memory."""
+    cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_global_f32(address: Int64, value: Float32) -> None:
+    """A float to global memory."""
+    cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_tensor_memory(address: Int32, columns: int) -> tuple[Float32, ...]:
+    """A warp's 32 lanes of some consecutive columns (a power of two up to 128): thread l gets lane l of each.
+
+    The wait stands in the same block, so that no use of a register can be moved before it.
+    """
+    registers = ", ".join(f"{{$w{column}}}" for column in range(columns))
+    return cute.arch.inline_ptx(
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{registers}}}, [{{$r0}}];\ntcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+    )
+
+
+def fence_after_thread_sync() -> None:
+    """Orders tcgen05 instructions that follow after a barrier that was waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def fence_before_thread_sync() -> None:
+    """Orders tcgen05 instructions that came before ahead of an arrival that follows."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
 def silu_times(gate: Float32, up: Float32) -> Float32:
