@@ -1,0 +1,1 @@
+"""What router and workers say to each other, and the sockets that carry it."""

@@ -1,0 +1,244 @@
+"""The messages between router and workers: typed, versioned, in MessagePack.
+
+A request that the router sends through the workers is an attempt with a `ticket` of its own; another try is another
+ticket. The router alone decides when an attempt is over: workers free what they hold for it on its word, and what they
+still say about it is passed over. All of a worker's messages are void until it has said Hello to this router.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from qwenjax.outputs import EngineStats, FinishReason, Logprob, SpeculationStats
+from qwenjax.sampling_params import SamplingParams
+from qwenjax_serving.transfer.staging import StagingLayout
+
+VERSION = 1  # of everything below; the first byte of every message
+
+Role = Literal["prefill", "decode"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Any of the messages below."""
+
+
+class Hello(Message):
+    """A worker is ready. name: of the deployment; instance: of this process alone. model: of the checkpoint, its
+    config and dtype, equal for workers that may work together. num_slots: sequences that it may hold at once.
+    metadata: what NIXL needs in order to read from it."""
+
+    name: str
+    instance: str
+    role: Role
+    model: str
+    num_slots: int
+    max_model_len: int
+    max_prompt_tokens: int
+    staging: StagingLayout
+    metadata: bytes
+
+
+class Status(Message):
+    """Sent several times a second: the worker lives. bytes_read and read_seconds: of all transfers so far; held: the
+    tickets that it holds something for."""
+
+    stats: EngineStats
+    bytes_read: int
+    read_seconds: float
+    staging_free: int
+    held: int
+
+
+class Goodbye(Message):
+    """The worker ends and has let go of everything."""
+
+
+class Welcome(Message):
+    """Answers Hello. router: of this process alone."""
+
+    router: str
+
+
+class Rejoin(Message):
+    """Let go of everything and say Hello: the router has not heard it, or gave the worker up."""
+
+
+class Ping(Message):
+    """The router lives."""
+
+
+class Shutdown(Message):
+    """Let go of everything and end."""
+
+
+class Source(Message):
+    """A prefill worker that a decode worker may be told to read from; `gone` once it is not."""
+
+    worker: str
+    staging: StagingLayout
+    metadata: bytes
+    gone: bool = False
+
+
+class Work(msgspec.Struct, frozen=True):
+    """One output of a request. params: of that output alone (n is 1), with its seed; index: its place among the n."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    index: int
+    prompt: str | None
+    cache_salt: str | None
+
+
+class Reserve(Message):
+    """To a decode worker: take a slot, pages and staging for this."""
+
+    ticket: int
+    work: Work
+
+
+class Reserved(Message):
+    """The answer. num_cached: tokens of the prompt that it has, which need not be sent."""
+
+    ticket: int
+    num_cached: int
+
+
+class Full(Message):
+    """The other answer: no room now."""
+
+    ticket: int
+
+
+class Prefill(Message):
+    """To a prefill worker: run the prompt, offer tokens from num_cached on, and draw the first token."""
+
+    ticket: int
+    work: Work
+    num_cached: int
+
+
+class Offer(Message):
+    """Pages that a prefill worker has staged, and the order to a decode worker to read them.
+
+    part: number of the offer, from 0. Tokens [start, stop) of planes [first_plane, end_plane) lie in `slots` of the
+    source's staging, of which the first holds positions from 0 on. source: the prefill worker's instance.
+    """
+
+    ticket: int
+    source: str
+    part: int
+    start: int
+    stop: int
+    first_plane: int
+    end_plane: int
+    slots: tuple[int, ...]
+
+
+class Taken(Message):
+    """A decode worker has all bytes of an offer."""
+
+    ticket: int
+    part: int
+    num_bytes: int
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What decoding goes on from, besides the pages. hidden: the model's last normalised hidden state, raw bytes of the
+    model's dtype, for the multi-token-prediction head; empty without one."""
+
+    token: int
+    hidden: bytes
+
+
+class Grown(msgspec.Struct, frozen=True):
+    """What an output has gained. start: tokens that it had before."""
+
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[dict[int, Logprob], ...] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    speculation: SpeculationStats | None = None
+
+
+class Prefilled(Message):
+    """The prompt is run. grown: the first token; num_parts: offers made. handover: None where the output has ended."""
+
+    ticket: int
+    grown: Grown
+    num_parts: int
+    handover: Handover | None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
+    num_cached_tokens: int
+
+
+class Admit(Message):
+    """To a decode worker that has all parts: put them into the cache and decode."""
+
+    ticket: int
+    grown: Grown
+    handover: Handover
+
+
+class Tokens(Message):
+    """From a decode worker: more of an output."""
+
+    ticket: int
+    grown: Grown
+
+
+class Release(Message):
+    """Let go of what is held for an attempt, wherever it stands. Unknown tickets are passed over."""
+
+    ticket: int
+
+
+class Failed(Message):
+    """An attempt cannot go on at this worker, which has let go of it. refused: it never could, anywhere."""
+
+    ticket: int
+    reason: str
+    refused: bool = False
+
+
+ToRouter = Hello | Status | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
+ToWorker = Welcome | Rejoin | Ping | Shutdown | Source | Reserve | Prefill | Offer | Admit | Release
+
+
+class MessageError(ValueError):
+    """Bytes that are no message of this version."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {
+    "router": msgspec.msgpack.Decoder(ToRouter),
+    "worker": msgspec.msgpack.Decoder(ToWorker),
+}
+
+
+def encode(message: Message) -> bytes:
+    return bytes([VERSION]) + _encoder.encode(message)
+
+
+def decode_to_router(data: bytes) -> ToRouter:
+    """Raises MessageError."""
+    return _decode("router", data)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises MessageError."""
+    return _decode("worker", data)
+
+
+def _decode(side: str, data: bytes) -> ToRouter | ToWorker:
+    if not data or data[0] != VERSION:
+        raise MessageError(f"version {data[0] if data else None}; this is {VERSION}")
+    try:
+        return _decoders[side].decode(memoryview(data)[1:])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MessageError(str(error)) from None

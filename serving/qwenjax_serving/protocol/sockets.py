@@ -1,0 +1,159 @@
+"""The sockets between router and workers: ZeroMQ with CURVE (encrypted and authenticated), keys from one secret.
+
+Who does not know the secret gets no message through; what is no message of ours is logged and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from qwenjax_serving.protocol.messages import (
+    Message,
+    MessageError,
+    ToRouter,
+    ToWorker,
+    decode_to_router,
+    decode_to_worker,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_SECRET = 16  # bytes
+_MAX_MESSAGE = 64 << 20  # bytes; the longest prompts with log-probabilities are a few MB
+_LINGER = 500  # ms that what was sent has to leave when a socket closes
+_QUEUE = 10_000  # messages to a peer that does not take them; more are dropped, and it is given up for its silence
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@dataclass(frozen=True)
+class Keys:
+    """CURVE keys, in Z85: of the router, and of all workers together."""
+
+    router_public: bytes
+    router_secret: bytes
+    worker_public: bytes
+    worker_secret: bytes
+
+    @classmethod
+    def of(cls, secret: bytes) -> Keys:
+        """From a secret that router and workers share. Raises ValueError for one that is too short."""
+        if len(secret) < _SHORTEST_SECRET:
+            raise ValueError(f"the secret has {len(secret)} bytes; it needs at least {_SHORTEST_SECRET}")
+        # Any 32 bytes are a private key of Curve25519 (RFC 7748).
+        router, worker = (z85.encode(hashlib.sha256(side + b"\0" + secret).digest()) for side in (b"router", b"worker"))
+        return cls(zmq.curve_public(router), router, zmq.curve_public(worker), worker)
+
+
+class _AllowWorkers:
+    """Says yes to the workers' one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class RouterSocket:
+    """The router's end. Made on an asyncio loop; `address` is what it is bound to."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        """address: "tcp://127.0.0.1:0" for any free port."""
+        keys = Keys.of(secret)
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_AllowWorkers(keys.worker_public))
+        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey, self._socket.curve_publickey = keys.router_secret, keys.router_public
+        # A worker that comes back takes over the name of the connection that it lost.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._watch = asyncio.get_running_loop().create_task(_log_refusals(self._socket))
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def receive(self) -> tuple[bytes, ToRouter]:
+        """The next message and who sent it."""
+        while True:
+            sender, *frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise MessageError(f"{len(frames)} frames")
+                return sender, decode_to_router(frames[0])
+            except MessageError as error:
+                logger.warning("refused a message from %r: %s", sender, error)
+
+    def send(self, to: bytes, message: Message) -> None:
+        """Sends, or drops where the worker is gone: its silence is noticed elsewhere."""
+        cast(Any, self._socket).send_multipart([to, encode(message)], flags=zmq.DONTWAIT)
+
+    async def close(self) -> None:
+        self._watch.cancel()
+        self._authenticator.stop()
+        self._context.destroy(linger=_LINGER)
+
+
+class WorkerSocket:
+    """A worker's end. identity: of this process alone."""
+
+    def __init__(self, address: str, secret: bytes, identity: str) -> None:
+        keys = Keys.of(secret)
+        self._context = zmq.asyncio.Context()
+        self._socket = _socket(self._context, zmq.DEALER)
+        self._socket.curve_serverkey = keys.router_public
+        self._socket.curve_secretkey, self._socket.curve_publickey = keys.worker_secret, keys.worker_public
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        # Nothing is kept for a router that is not there: it would be void for the next one.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._watch = asyncio.get_running_loop().create_task(_log_refusals(self._socket))
+        self._socket.connect(address)
+
+    async def receive(self) -> ToWorker:
+        """The router's next message."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise MessageError(f"{len(frames)} frames")
+                return decode_to_worker(frames[0])
+            except MessageError as error:
+                logger.warning("refused a message from the router: %s", error)
+
+    def send(self, message: Message) -> bool:
+        """Whether there was a router to send to."""
+        future = cast(Any, self._socket).send(encode(message), flags=zmq.DONTWAIT)
+        return not (future.done() and isinstance(future.exception(), zmq.Again))
+
+    async def close(self) -> None:
+        self._watch.cancel()
+        self._context.destroy(linger=_LINGER)
+
+
+def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    return socket
+
+
+async def _log_refusals(socket: zmq.asyncio.Socket) -> None:
+    """A line for each connection that fails the handshake: another protocol, or another secret."""
+    monitor = socket.get_monitor_socket(_REFUSED)
+    while True:
+        event: Any = await cast(Any, recv_monitor_message(monitor))
+        logger.warning("refused a connection at %s: handshake failed (%s)", event["endpoint"].decode(), event["event"])

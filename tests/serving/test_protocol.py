@@ -1,0 +1,180 @@
+"""Messages survive the wire, and nothing else gets through."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwenjax.outputs import Logprob
+from qwenjax.sampling_params import SamplingParams
+from qwenjax_serving.protocol.messages import (
+    VERSION,
+    Grown,
+    Message,
+    MessageError,
+    Ping,
+    Reserve,
+    Taken,
+    Tokens,
+    Work,
+    decode_to_router,
+    decode_to_worker,
+    encode,
+)
+from qwenjax_serving.protocol.sockets import Keys, RouterSocket, WorkerSocket
+
+SECRET = b"of sixteen bytes or more"
+PARAMS = SamplingParams(temperature=0.5, seed=2**64 - 1, stop=("a", "b"), logit_bias={7: -1.5}, max_tokens=None)
+
+
+def test_messages_are_equal_after_the_wire() -> None:
+    reserve = Reserve(3, Work((1, 2, 3), PARAMS, 1, "text", None))
+    assert decode_to_worker(encode(reserve)) == reserve
+    logprobs = ({5: Logprob(-0.5, 1, "x"), 9: Logprob(-1.5, 2, "y")},)
+    tokens = Tokens(4, Grown(2, (5,), "x", logprobs, -0.5, "stop", 9))
+    assert decode_to_router(encode(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "version None"),
+        (bytes([VERSION + 1]) + encode(Ping())[1:], f"version {VERSION + 1}; this is {VERSION}"),
+        (encode(Ping())[:-2], "truncated"),
+        (encode(Taken(1, 2, 3)), "Invalid value 'Taken'"),  # one for the other side
+        (bytes([VERSION]) + msgspec.msgpack.encode({"type": "Release", "ticket": "7"}), "Expected `int`"),
+        (bytes([VERSION]) + msgspec.msgpack.encode({"type": "Release", "ticket": 7, "x": 1}), "unknown field `x`"),
+        (bytes([VERSION]) + msgspec.msgpack.encode({"type": "Release"}), "missing required field `ticket`"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(MessageError, match=message):
+        decode_to_worker(data)
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    good = msgspec.to_builtins(Reserve(3, Work((1,), PARAMS, 0, None, None)))
+    good["work"]["params"]["top_p"] = 2.0
+    with pytest.raises(MessageError, match="top_p is 2"):
+        decode_to_worker(bytes([VERSION]) + msgspec.msgpack.encode(good))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_noise_is_refused_as_such(noise: bytes) -> None:
+    for decode in (decode_to_router, decode_to_worker):
+        for data in (noise, bytes([VERSION]) + noise):
+            try:
+                decode(data)
+            except MessageError:
+                continue
+            # What it took for a message is one of the few without fields.
+            assert isinstance(decode(data), Message)
+
+
+def run(test: Callable[[RouterSocket], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        router = RouterSocket("tcp://127.0.0.1:0", SECRET)
+        try:
+            await test(router)
+        finally:
+            await router.close()
+
+    asyncio.run(asyncio.wait_for(whole(), timeout=30))
+
+
+async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    while text not in caplog.text:
+        await asyncio.sleep(0.01)
+
+
+async def ping_pong(router: RouterSocket) -> None:
+    """A good worker gets a message through, and an answer."""
+    worker = WorkerSocket(router.address, SECRET, "good")
+    try:
+        while not worker.send(Taken(1, 2, 3)):
+            await asyncio.sleep(0.01)
+        sender, message = await router.receive()
+        assert (sender, message) == (b"good", Taken(1, 2, 3))
+        router.send(sender, Ping())
+        assert await worker.receive() == Ping()
+    finally:
+        await worker.close()
+
+
+def test_a_worker_with_the_secret_is_heard() -> None:
+    run(ping_pong)
+
+
+def test_a_worker_with_another_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(router: RouterSocket) -> None:
+        stranger = WorkerSocket(router.address, b"another secret, as long", "stranger")
+        try:
+            await logged(caplog, "refused a connection")
+            assert not stranger.send(Taken(1, 2, 3))
+        finally:
+            await stranger.close()
+        await ping_pong(router)
+
+    run(test)
+
+
+def test_who_knows_the_router_key_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The router's public key is no secret: the worker's own key is what lets it in."""
+
+    async def test(router: RouterSocket) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.curve_serverkey = Keys.of(SECRET).router_public
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.linger = 0
+            stranger.connect(router.address)
+            stranger.send(encode(Taken(1, 2, 3)))
+            await logged(caplog, "DENIED")
+            await ping_pong(router)
+
+    with caplog.at_level(logging.DEBUG):
+        run(test)
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), struct.pack(">Q", 2**63)])
+def test_another_protocol_is_refused(noise: bytes) -> None:
+    async def test(router: RouterSocket) -> None:
+        host, port = router.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(noise)
+            await ping_pong(router)
+
+    run(test)
+
+
+def test_corrupt_messages_of_a_worker_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(router: RouterSocket) -> None:
+        worker = WorkerSocket(router.address, SECRET, "worker")
+        try:
+            while not worker.send(Ping()):  # a message, but not one for a router
+                await asyncio.sleep(0.01)
+            await worker._socket.send_multipart([b"one", b"two"])
+            await worker._socket.send(bytes([VERSION]) + b"\x80\xff")
+            worker.send(Taken(1, 2, 3))
+            assert (await router.receive())[1] == Taken(1, 2, 3)
+        finally:
+            await worker.close()
+        assert [record.getMessage().split(":")[0] for record in caplog.records if "refused" in record.message] == [
+            "refused a message from b'worker'"
+        ] * 3
+
+    run(test)
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="the secret has 5 bytes; it needs at least 16"):
+        Keys.of(b"short")
