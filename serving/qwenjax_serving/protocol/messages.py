@@ -25,12 +25,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Hello(Message):
-    """A worker is ready. name: of the deployment; instance: of this process alone. model: of the checkpoint, its
-    config and dtype, equal for workers that may work together. num_slots: sequences that it may hold at once.
-    metadata: what NIXL needs in order to read from it."""
+    """A worker is ready, and holds nothing. name: of the deployment; instance: of this process alone; number: of this
+    Hello among those of the process. model: of the checkpoint, its config and dtype, equal for workers that may work
+    together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from it."""
 
     name: str
     instance: str
+    number: int
     role: Role
     model: str
     num_slots: int
@@ -56,9 +57,9 @@ class Goodbye(Message):
 
 
 class Welcome(Message):
-    """Answers Hello. router: of this process alone."""
+    """Answers the Hello of this number. What came between the two was for what the worker was before: it is void."""
 
-    router: str
+    number: int
 
 
 class Rejoin(Message):

@@ -1,0 +1,1 @@
+"""The router: requests in, through prefill and decode workers, tokens out."""

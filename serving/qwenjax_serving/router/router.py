@@ -1,0 +1,337 @@
+"""Where every output stands between the workers. No sockets and no clock of its own: messages and times come in, and
+messages go out through a function, so that all of it can be tested without either.
+
+An output waits, is reserved a place at a decode worker, prefills, moves (its prompt is run, and pages are still under
+way) and decodes. Where a worker dies or fails before a token came from decoding, the output starts again, with a new
+ticket; after that it ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from qwenjax_serving.protocol.messages import (
+    Admit,
+    Failed,
+    Full,
+    Goodbye,
+    Grown,
+    Hello,
+    Message,
+    Offer,
+    Ping,
+    Prefill,
+    Prefilled,
+    Rejoin,
+    Release,
+    Reserve,
+    Reserved,
+    Source,
+    Status,
+    Taken,
+    Tokens,
+    ToRouter,
+    Welcome,
+    Work,
+)
+from qwenjax_serving.router.fleet import Worker, choose, prefix_keys
+
+logger = logging.getLogger(__name__)
+
+State = Literal["waiting", "reserving", "prefilling", "moving", "decoding", "ended"]
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """worker_timeout: seconds of silence after which a worker is given up. transfer_timeout: seconds that pages may be
+    under way once the prompt is run. absence_timeout: seconds that outputs wait for a role without workers.
+    max_waiting: outputs that wait; more are refused. prefill_queue_tokens: prompt tokens that a prefill worker is given
+    at once, beyond its first prompt; the rest wait here, where the choice is still open. max_attempts: of an output.
+    """
+
+    worker_timeout: float = 3.0
+    transfer_timeout: float = 10.0
+    absence_timeout: float = 30.0
+    max_waiting: int = 1024
+    prefill_queue_tokens: int = 8192
+    max_attempts: int = 3
+
+
+@dataclass(eq=False)
+class Output:
+    """One output of a request. `prefilled` (once, first), `grown` and `failed` are called as it goes; none of
+    them after `failed`, nor once grown brought a finish_reason or the output was cancelled."""
+
+    work: Work
+    grown: Callable[[Grown], None]
+    prefilled: Callable[[Prefilled], None]
+    failed: Callable[[str], None]
+    order: int = 0
+    keys: tuple[int, ...] = ()
+    state: State = "waiting"
+    ticket: int = 0
+    attempts: int = 0
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    deadline: float | None = None
+    first: Prefilled | None = None
+    num_taken: int = 0
+    num_tokens: int = 0  # given to `grown`
+    first_token: int | None = None
+
+
+class Router:
+    """All workers and outputs. `send(identity, message)` sends to a worker."""
+
+    def __init__(self, send: Callable[[bytes, Message], None], settings: RouterSettings) -> None:
+        self.settings = settings
+        self._send = send
+        self.workers: dict[bytes, Worker] = {}
+        self.waiting: list[Output] = []  # by order
+        self._tickets: dict[int, Output] = {}
+        self._num_tickets = self._num_outputs = 0
+        self._absent_since: float | None = None
+        self.num_retries = self.num_lost = self.num_full = 0
+
+    def of_role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.hello.role == role]
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a worker of either role."""
+        return bool(self.of_role("prefill") and self.of_role("decode"))
+
+    @property
+    def num_running(self) -> int:
+        """Outputs that are with workers."""
+        return len(self._tickets)
+
+    def submit(self, output: Output, now: float) -> None:
+        """Takes an output; its caller has seen to max_waiting."""
+        output.order = self._num_outputs = self._num_outputs + 1
+        output.keys = tuple(prefix_keys(output.work))
+        self.waiting.append(output)
+        self._dispatch(now)
+
+    def cancel(self, output: Output, now: float) -> None:
+        """Ends an output where it is; what workers hold for it is let go. One that has ended is passed over."""
+        if output.state != "ended":
+            self._let_go(output)
+            output.state = "ended"
+            self._dispatch(now)
+
+    def receive(self, sender: bytes, message: ToRouter, now: float) -> None:
+        if isinstance(message, Hello):
+            self._join(sender, message, now)
+            return
+        worker = self.workers.get(sender)
+        if worker is None:
+            if not isinstance(message, Goodbye):
+                self._send(sender, Rejoin())
+            return
+        worker.heard = now
+        if isinstance(message, Status):
+            worker.status, worker.full = message, False
+        elif isinstance(message, Goodbye):
+            self._lose(worker, "has ended")
+        else:
+            output = self._tickets.get(message.ticket)
+            if output is not None and worker in (output.prefill, output.decode):
+                self._advance(worker, output, message, now)
+        self._dispatch(now)
+
+    def tick(self, now: float) -> None:
+        """Several times a second: gives up the silent and the late, and tells workers that the router lives."""
+        for worker in list(self.workers.values()):
+            if now - worker.heard > self.settings.worker_timeout:
+                self._lose(worker, f"has been silent for {now - worker.heard:.1f} s")
+            else:
+                self._send(worker.identity, Ping())
+        for output in list(self._tickets.values()):
+            if output.deadline is not None and now > output.deadline:
+                self._retry(output, f"{output.state} took longer than {self.settings.transfer_timeout:g} s")
+        if self.ready or not self.waiting:
+            self._absent_since = None
+        elif self._absent_since is None:
+            self._absent_since = now
+        elif now - self._absent_since > self.settings.absence_timeout:
+            missing = "prefill" if not self.of_role("prefill") else "decode"
+            for output in list(self.waiting):
+                self._fail(output, f"there is no {missing} worker")
+        self._dispatch(now)
+
+    def _join(self, sender: bytes, hello: Hello, now: float) -> None:
+        if known := self.workers.get(sender):
+            self._lose(known, "has begun anew")
+        others = [worker for worker in self.workers.values() if worker.hello.model != hello.model]
+        if others:
+            logger.error("worker %s serves another model than %s: not used", hello.name, others[0].hello.name)
+            return
+        worker = self.workers[sender] = Worker(sender, hello, now)
+        logger.info("%s worker %s has joined", hello.role, hello.name)
+        self._send(sender, Welcome(hello.number))
+        if hello.role == "prefill":
+            for other in self.of_role("decode"):
+                self._introduce(worker, other)
+        else:
+            for other in self.of_role("prefill"):
+                self._introduce(other, worker)
+        self._dispatch(now)
+
+    def _introduce(self, source: Worker, reader: Worker, gone: bool = False) -> None:
+        hello = source.hello
+        self._send(reader.identity, Source(hello.instance, hello.staging, hello.metadata, gone))
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        del self.workers[worker.identity]
+        self.num_lost += 1
+        logger.warning("%s worker %s %s", worker.hello.role, worker.hello.name, why)
+        if worker.hello.role == "prefill":
+            for reader in self.of_role("decode"):
+                self._introduce(worker, reader, gone=True)
+        for output in [each for each in self._tickets.values() if worker in (each.prefill, each.decode)]:
+            self._retry(output, f"{worker.hello.role} worker {worker.hello.name} {why}")
+
+    def _dispatch(self, now: float) -> None:
+        """Gives the first of those that wait to workers, while there is room for it."""
+        while self.waiting:
+            output = self.waiting[0]
+            length = len(output.work.prompt_token_ids)
+            limit = self.settings.prefill_queue_tokens
+            prefill = choose(
+                (w for w in self.of_role("prefill") if not w.load or w.load + length <= limit), output.keys, limit // 4
+            )
+            roomy = [w for w in self.of_role("decode") if not w.full and w.load < w.hello.num_slots]
+            decode = choose(roomy, output.keys, max((w.hello.num_slots for w in roomy), default=0) // 8)
+            if prefill is None or decode is None:
+                return
+            self.waiting.pop(0)
+            self._num_tickets += 1
+            output.ticket, output.prefill, output.decode = self._num_tickets, prefill, decode
+            output.first, output.num_taken = None, 0
+            self._tickets[output.ticket] = output
+            prefill.load += length
+            decode.load += 1
+            self._enter(output, "reserving", now + self.settings.transfer_timeout)
+            self._send(decode.identity, Reserve(output.ticket, output.work))
+
+    def _enter(self, output: Output, state: State, deadline: float | None = None) -> None:
+        output.state, output.deadline = state, deadline
+
+    def _advance(self, worker: Worker, output: Output, message: ToRouter, now: float) -> None:
+        """A worker says how its part of an output goes."""
+        prefill, decode = output.prefill, output.decode
+        assert decode is not None
+        if isinstance(message, Failed):
+            if message.refused:
+                self._fail(output, message.reason)
+            else:
+                self._retry(output, f"{worker.hello.role} worker {worker.hello.name}: {message.reason}")
+        elif isinstance(message, Full) and output.state == "reserving":
+            self.num_full += 1
+            self._let_go(output)
+            decode.full = True
+            self._wait(output)
+        elif isinstance(message, Reserved) and output.state == "reserving":
+            assert prefill is not None
+            prefill.saw(output.keys)
+            decode.saw(output.keys)
+            self._enter(output, "prefilling")
+            self._send(prefill.identity, Prefill(output.ticket, output.work, message.num_cached))
+        elif isinstance(message, Offer) and output.state == "prefilling":
+            self._send(decode.identity, message)
+        elif isinstance(message, Prefilled) and output.state == "prefilling":
+            assert prefill is not None
+            prefill.load -= len(output.work.prompt_token_ids)
+            self._enter(output, "moving", now + self.settings.transfer_timeout)
+            if output.first_token is None:
+                output.prefilled(message)
+            output.first = message
+            self._grow(output, message.grown)
+            self._admit_if_all_there(output)
+        elif isinstance(message, Taken):
+            output.num_taken += 1
+            self._admit_if_all_there(output)
+        elif isinstance(message, Tokens) and output.state == "decoding":
+            self._grow(output, message.grown)
+
+    def _admit_if_all_there(self, output: Output) -> None:
+        first = output.first
+        if output.state != "moving" or first is None or output.num_taken < first.num_parts:
+            return
+        assert output.prefill is not None
+        assert output.decode is not None
+        assert first.handover is not None
+        # Up to here the source kept the pages as they were: what was read is what was offered.
+        self._send(output.prefill.identity, Release(output.ticket))
+        output.prefill = None
+        self._enter(output, "decoding")
+        self._send(output.decode.identity, Admit(output.ticket, first.grown, first.handover))
+
+    def _grow(self, output: Output, grown: Grown) -> None:
+        if output.first_token is None and grown.token_ids:
+            output.first_token = grown.token_ids[0]
+        elif grown.start == 0 and grown.token_ids and grown.token_ids[0] != output.first_token:
+            self._fail(output, "another try drew another first token")
+            return
+        if grown.start + len(grown.token_ids) > output.num_tokens or grown.finish_reason is not None:
+            output.num_tokens = grown.start + len(grown.token_ids)
+            output.grown(grown)
+        if grown.finish_reason is not None:
+            if output.state == "decoding":
+                assert output.decode is not None  # which has let go of it already
+                output.decode.load -= 1
+                output.decode.full = False
+                output.decode = None
+            self._let_go(output)
+            output.state = "ended"
+
+    def _retry(self, output: Output, why: str) -> None:
+        """Starts an output again where nothing has been decoded yet, and ends it otherwise."""
+        if output.state == "decoding":
+            self._fail(output, why)
+            return
+        output.attempts += 1
+        if output.attempts >= self.settings.max_attempts:
+            self._fail(output, f"{why}; that was try {output.attempts}")
+            return
+        logger.warning("an output of %d prompt tokens starts again: %s", len(output.work.prompt_token_ids), why)
+        self.num_retries += 1
+        self._let_go(output)
+        self._wait(output)
+
+    def _wait(self, output: Output) -> None:
+        output.state = "waiting"
+        insort(self.waiting, output, key=lambda each: each.order)
+
+    def _fail(self, output: Output, why: str) -> None:
+        if output.state == "ended":
+            return
+        self._let_go(output)
+        output.state = "ended"
+        logger.warning("an output of %d prompt tokens failed: %s", len(output.work.prompt_token_ids), why)
+        output.failed(why)
+
+    def _let_go(self, output: Output) -> None:
+        """Ends what runs of an output, here and at its workers; those that are gone hear nothing."""
+        if output.state == "waiting":
+            self.waiting.remove(output)
+            return
+        self._tickets.pop(output.ticket, None)
+        if output.prefill is not None and output.state in ("reserving", "prefilling"):
+            output.prefill.load -= len(output.work.prompt_token_ids)
+        if output.decode is not None:
+            output.decode.load -= 1
+            output.decode.full = False
+        for worker in self._holders(output):
+            self._send(worker.identity, Release(output.ticket))
+        output.prefill = output.decode = output.deadline = None
+
+    def _holders(self, output: Output) -> Iterator[Worker]:
+        for worker in (output.prefill, output.decode):
+            if worker is not None and worker.identity in self.workers:
+                yield worker
