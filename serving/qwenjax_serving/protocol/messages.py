@@ -7,7 +7,7 @@ still say about it is passed over. All of a worker's messages are void until it 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Any of the messages below."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """A worker is ready, and holds nothing. name: of the deployment; instance: of this process alone; number: of this
     Hello among those of the process. model: of the checkpoint, its config and dtype, equal for workers that may work
     together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from it."""
@@ -41,7 +41,7 @@ class Hello(Message):
     metadata: bytes
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Sent several times a second: the worker lives. bytes_read and read_seconds: of all transfers so far; held: the
     tickets that it holds something for."""
 
@@ -52,29 +52,29 @@ class Status(Message):
     held: int
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """The worker ends and has let go of everything."""
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answers the Hello of this number. What came between the two was for what the worker was before: it is void."""
 
     number: int
 
 
-class Rejoin(Message):
+class Rejoin(Message, frozen=True):
     """Let go of everything and say Hello: the router has not heard it, or gave the worker up."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """The router lives."""
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Let go of everything and end."""
 
 
-class Source(Message):
+class Source(Message, frozen=True):
     """A prefill worker that a decode worker may be told to read from; `gone` once it is not."""
 
     worker: str
@@ -93,27 +93,27 @@ class Work(msgspec.Struct, frozen=True):
     cache_salt: str | None
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     """To a decode worker: take a slot, pages and staging for this."""
 
     ticket: int
     work: Work
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True):
     """The answer. num_cached: tokens of the prompt that it has, which need not be sent."""
 
     ticket: int
     num_cached: int
 
 
-class Full(Message):
+class Full(Message, frozen=True):
     """The other answer: no room now."""
 
     ticket: int
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True):
     """To a prefill worker: run the prompt, offer tokens from num_cached on, and draw the first token."""
 
     ticket: int
@@ -121,7 +121,7 @@ class Prefill(Message):
     num_cached: int
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     """Pages that a prefill worker has staged, and the order to a decode worker to read them.
 
     part: number of the offer, from 0. Tokens [start, stop) of planes [first_plane, end_plane) lie in `slots` of the
@@ -138,7 +138,7 @@ class Offer(Message):
     slots: tuple[int, ...]
 
 
-class Taken(Message):
+class Taken(Message, frozen=True):
     """A decode worker has all bytes of an offer."""
 
     ticket: int
@@ -167,7 +167,7 @@ class Grown(msgspec.Struct, frozen=True):
     speculation: SpeculationStats | None = None
 
 
-class Prefilled(Message):
+class Prefilled(Message, frozen=True):
     """The prompt is run. grown: the first token; num_parts: offers made. handover: None where the output has ended."""
 
     ticket: int
@@ -178,7 +178,7 @@ class Prefilled(Message):
     num_cached_tokens: int
 
 
-class Admit(Message):
+class Admit(Message, frozen=True):
     """To a decode worker that has all parts: put them into the cache and decode."""
 
     ticket: int
@@ -186,20 +186,20 @@ class Admit(Message):
     handover: Handover
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """From a decode worker: more of an output."""
 
     ticket: int
     grown: Grown
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Let go of what is held for an attempt, wherever it stands. Unknown tickets are passed over."""
 
     ticket: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """An attempt cannot go on at this worker, which has let go of it. refused: it never could, anywhere."""
 
     ticket: int
@@ -215,11 +215,11 @@ class MessageError(ValueError):
     """Bytes that are no message of this version."""
 
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {
-    "router": msgspec.msgpack.Decoder(ToRouter),
-    "worker": msgspec.msgpack.Decoder(ToWorker),
-}
+_to_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
 
 def encode(message: Message) -> bytes:
@@ -228,18 +228,18 @@ def encode(message: Message) -> bytes:
 
 def decode_to_router(data: bytes) -> ToRouter:
     """Raises MessageError."""
-    return _decode("router", data)
+    return _decode(_to_router, data)
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
     """Raises MessageError."""
-    return _decode("worker", data)
+    return _decode(_to_worker, data)
 
 
-def _decode(side: str, data: bytes) -> ToRouter | ToWorker:
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     if not data or data[0] != VERSION:
         raise MessageError(f"version {data[0] if data else None}; this is {VERSION}")
     try:
-        return _decoders[side].decode(memoryview(data)[1:])
+        return decoder.decode(memoryview(data)[1:])
     except (msgspec.MsgspecError, ValueError) as error:
         raise MessageError(str(error)) from None
