@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qwenjax.checkpoint.load import with_mxfp8
 from qwenjax.checkpoint.mapping import all_pieces
@@ -41,6 +42,8 @@ def random_weights(
             leaves[name] = _quantised(leaf, name, key, packs_here(dtype))
         else:
             leaves[name] = _plain(leaf.shape, leaf.dtype, key)
+    # Of the mesh, as load_model's are: programs would compile anew for results that are.
+    leaves = {name: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for name, leaf in leaves.items()}
     return ShardedModel(config, mesh, graphdef, from_names(abstract, leaves))
 
 
