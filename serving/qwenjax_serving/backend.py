@@ -27,8 +27,9 @@ class BackendError(Exception):
 class ServedModel:
     """What the front end knows of the model.
 
-    names: that requests may call it by; answers carry the first. max_model_len: tokens of prompt and output together.
-    default_sampling_params: the checkpoint's own, for what a request leaves out. created: Unix time, seconds.
+    names: that requests may call it by; answers carry the first. max_model_len: tokens of prompt and output together,
+    for which there is room in the cache too. default_sampling_params: the checkpoint's own, for what a request leaves
+    out. created: Unix time, seconds.
     """
 
     names: tuple[str, ...]
@@ -70,4 +71,8 @@ class Backend(Protocol):
 
     def healthy(self) -> bool:
         """Whether a request sent now would be run."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends what is running, and the backend."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ DEFAULTS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
 STATS = EngineStats(3, 2, 70, 1, 500, 120, 90, 4, (10, 11), 16, (2, 0), SpeculationStats(40, 60, [40], [20]))
 
 
+@functools.cache
 def tokenizer() -> Tokenizer:
     return Tokenizer(
         backend(), eos_ids=EOS_IDS, special_tokens={"eos_token": "<|im_end|>"}, chat_templates={"default": TEMPLATE}
@@ -114,6 +116,9 @@ class FakeBackend:
 
     def healthy(self) -> bool:
         return self.well
+
+    async def aclose(self) -> None:
+        self.running.clear()
 
 
 def entries(token: int, top: int) -> dict[int, Logprob]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving import api
 from qwenjax_serving.api.app import Settings, create_app
-from qwenjax_serving.api.requests import ChatRequest, CompletionRequest
+from qwenjax_serving.api.requests import _WITHOUT_EFFECT, ChatRequest, CompletionRequest
 from qwenjax_serving.backend import BackendError, Overloaded
 from tests.serving.asgi import Reply, call, get, post
 from tests.serving.fake_backend import FakeBackend
@@ -54,6 +56,7 @@ def refused(path: str, body: Any, **changes: Any) -> Reply:
         (COMPLETIONS, {"prompt": [[]], "x": 1}, "x", "unknown_parameter"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", None),
         (COMPLETIONS, {"prompt": [True]}, "prompt", None),
+        (COMPLETIONS, {"prompt": [[1]] * 1025}, "prompt", None),
         (COMPLETIONS, {"prompt": [1] * 64}, None, "context_length_exceeded"),
         (COMPLETIONS, {"prompt": [1] * 60, "max_tokens": 5}, "max_tokens", "context_length_exceeded"),
         (CHAT, {}, "messages", None),
@@ -67,6 +70,7 @@ def refused(path: str, body: Any, **changes: Any) -> Reply:
         (CHAT, SAY | {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         (CHAT, SAY | {"top_logprobs": 3}, "top_logprobs", None),
         (CHAT, SAY | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", None),
+        (CHAT, SAY | {"min_tokens": 60}, "min_tokens", None),
         (CHAT, SAY | {"echo": True}, "echo", "unknown_parameter"),
         (CHAT, SAY | {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", None),
         ("/tokenize", {}, "prompt", None),
@@ -96,7 +100,38 @@ def test_every_accepted_field_does_something() -> None:
         assert unread - sampling == inert
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"null", b'"a"', json.dumps("x" * 9).encode()])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    extra=st.dictionaries(
+        st.sampled_from(sorted({*ChatRequest.__struct_fields__, *_WITHOUT_EFFECT})), JSON, max_size=3
+    ),
+    prompt=JSON,
+    chat=st.booleans(),
+)
+def test_no_request_makes_the_server_fail(extra: dict[str, Any], prompt: Any, chat: bool) -> None:
+    what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    reply = refused(CHAT if chat else COMPLETIONS, {**what, **extra})
+    assert reply.status in (200, 400, 404), reply.body
+    if reply.status != 200:
+        assert reply.error["message"]
+
+
+def test_a_body_deeper_than_can_be_read_is_status_400() -> None:
+    for depth in 900, 100_000:
+        deep = b"[" * depth + b"]" * depth
+        assert refused(COMPLETIONS, b'{"prompt": ' + deep + b"}").status == 400
+        chat = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ' + deep + b"}}"
+        assert refused(CHAT, chat).status in (200, 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"null", b'"a"', b'{"prompt": "\\ud800"}'])
 def test_a_body_that_is_no_json_object_is_status_400(body: bytes) -> None:
     reply = refused(COMPLETIONS, body)
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
@@ -166,8 +201,11 @@ def test_an_unforeseen_failure_keeps_its_words_to_the_log(caplog: pytest.LogCapt
     assert reply.events[-1]["error"]["code"] == "internal_error"
     assert b"secret" not in reply.body
     assert "secret" in caplog.text
-    with pytest.raises(RuntimeError, match="secret"):  # for the server to log, which has sent status 500
-        refused(COMPLETIONS, {"prompt": "a"}, fail=RuntimeError("secret"))
+    caplog.clear()
+    reply = refused(COMPLETIONS, {"prompt": "a"}, fail=RuntimeError("secret"))
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    assert b"secret" not in reply.body
+    assert "secret" in caplog.text
 
 
 def test_an_output_that_the_server_ended_is_an_error() -> None:

@@ -77,8 +77,9 @@ def test_the_prompt_is_what_the_template_makes_of_the_messages(app: ASGIApp, bac
 def test_a_chat_may_fill_the_context_unless_it_says_otherwise(app: ASGIApp, backend: FakeBackend) -> None:
     for given in {}, {"max_tokens": 7}, {"max_completion_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}:
         assert chat(app, **given).status == 200
-    assert [asked.params.max_tokens for asked in backend.asked] == [None, 7, 7, 7]
-    assert backend.asked[0].params == replace(DEFAULTS, max_tokens=None)
+    room = backend.max_model_len - len(backend.asked[0].prompt_token_ids)
+    assert [asked.params.max_tokens for asked in backend.asked] == [room, 7, 7, 7]
+    assert backend.asked[0].params == replace(DEFAULTS, max_tokens=room)
 
 
 @pytest.mark.parametrize("stream", [False, True])

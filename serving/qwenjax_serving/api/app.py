@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 import uuid
 from collections.abc import Iterable
@@ -34,9 +35,11 @@ from qwenjax_serving.api.requests import (
 )
 from qwenjax_serving.api.respond import GenerationResponse, Shape
 from qwenjax_serving.api.responses import encode
-from qwenjax_serving.api.sampling import chat_params, check_context, completion_params, prompt_alone
+from qwenjax_serving.api.sampling import chat_params, check_context, completion_params, fill_context, prompt_alone
 from qwenjax_serving.backend import Backend, BackendError, Overloaded
 from qwenjax_serving.metrics import RequestMetrics, make_registry
+
+logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = {"/health", "/metrics", "/version"}  # need no key: probes and scrapers have none
 _BODY_SECONDS = 60.0  # in which a request's body must have come
@@ -88,7 +91,6 @@ def create_app(backend: Backend, settings: Settings | None = None, collectors: I
             BackendError: _known_error,
             ClientDisconnect: _client_left,
             HTTPException: _http_error,
-            Exception: _unknown_error,
         },
     )
 
@@ -107,7 +109,7 @@ class Endpoints:
         # Off the loop, where other streams go on meanwhile: a megabyte of text takes a fraction of a second.
         prompts = await asyncio.to_thread(completion_prompts, model.tokenizer, request.prompt)
         check_context(prompts, params, model.max_model_len)
-        choices = Choices.of(len(prompts), params.n, lambda index: CompletionWriter(model.tokenizer, request, index))
+        choices = Choices(params.n, lambda index: CompletionWriter(model.tokenizer, request, index))
         shape = Shape(
             f"cmpl-{uuid.uuid4().hex}",
             model.names[0],
@@ -130,8 +132,8 @@ class Endpoints:
             request.add_generation_prompt,
             request.chat_template_kwargs,
         )
-        check_context([prompt], params, model.max_model_len)
-        choices = Choices.of(1, params.n, lambda index: ChatWriter(model.tokenizer, request, index))
+        params = fill_context(prompt, params, model.max_model_len)
+        choices = Choices(params.n, lambda index: ChatWriter(model.tokenizer, request, index))
         shape = Shape(
             f"chatcmpl-{uuid.uuid4().hex}", model.names[0], int(time.time()), "chat.completion", "chat.completion.chunk"
         )
@@ -246,10 +248,12 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        path, begun = scope["path"], False
 
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 self._metrics.answered(path if path in self._known else "other", message["status"])
             await send(message)
 
@@ -260,6 +264,11 @@ class Gate:
         self._running += counts
         try:
             await self._app(scope, receive, counted)
+        except Exception:
+            if begun:
+                raise  # the server logs it and closes the connection
+            logger.exception("%s %s failed", scope["method"], path)
+            await _response(internal_error())(scope, receive, counted)
         finally:
             self._running -= counts
 
@@ -285,10 +294,6 @@ def _response(error: ApiError) -> Response:
 
 async def _known_error(request: Request, error: Exception) -> Response:
     return _response(api_error(error) or internal_error())
-
-
-async def _unknown_error(request: Request, error: Exception) -> Response:
-    return _response(internal_error())  # which the server logs with its traceback
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol, cast
 
 from msgspec import UNSET
@@ -145,21 +145,25 @@ def _add_extras(
         choice.prompt_logprobs = result.prompt_logprobs or []
 
 
-@dataclass(frozen=True)
 class Choices:
     """Every choice of a request: `n` for each of its prompts, in the prompts' order."""
 
-    writers: Sequence[Sequence[Writer]]
-
-    @classmethod
-    def of(cls, num_prompts: int, n: int, writer: Callable[[int], Writer]) -> Choices:
-        """writer: makes the writer of the choice with an index."""
-        return cls([[writer(place * n + index) for index in range(n)] for place in range(num_prompts)])
+    def __init__(self, n: int, make_writer: Callable[[int], Writer]) -> None:
+        """make_writer: of the choice with an index."""
+        self._n, self._make_writer = n, make_writer
+        self._writers: dict[int, Writer] = {}
 
     def write(self, place: int, result: RequestOutput, streaming: bool) -> list[Choice]:
         """What is new in the outputs of the prompt at `place`."""
-        found = (self.writers[place][part.index].write(result, part, streaming) for part in result.outputs)
-        return [choice for choice in found if choice is not None]
+        found = []
+        for part in result.outputs:
+            index = place * self._n + part.index
+            if index not in self._writers:
+                self._writers[index] = self._make_writer(index)
+            choice = self._writers[index].write(result, part, streaming)
+            if choice is not None:
+                found.append(choice)
+        return found
 
 
 def usage_of(results: Sequence[RequestOutput | None], none_drawn: bool = False) -> Usage:

@@ -9,6 +9,7 @@ from typing import Any
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.api.errors import ApiError
 
+_MAX_PROMPTS = 1024  # of one request: a body has room for a million
 _MESSAGE_KEYS = {"role", "content", "name", "reasoning_content"}
 
 
@@ -28,6 +29,8 @@ def completion_prompts(tokenizer: Tokenizer, prompt: str | Sequence[Any]) -> lis
         several = [prompt] if prompt and all(type(item) is int for item in prompt) else prompt
     if not several:
         raise ApiError(400, "prompt is empty; it is text, token ids, or a list of such", param="prompt")
+    if len(several) > _MAX_PROMPTS:
+        raise ApiError(400, f"prompt holds {len(several)} prompts; it holds at most {_MAX_PROMPTS}", param="prompt")
     return [_prompt(tokenizer, place, item) for place, item in enumerate(several)]
 
 
@@ -55,7 +58,7 @@ def chat_prompt(
     try:
         text = tokenizer.apply_chat_template(plain, None, generation_prompt, **(chat_template_kwargs or {}))
         return Prompt(text, tokenizer.encode(text, add_special_tokens=False))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, str(error), param="messages") from None
 
 

@@ -125,7 +125,7 @@ def parse(body: bytes, kind: type[Request]) -> Request:
     """A request's body as `kind`. Raises ApiError (400), naming the field, for what is not one."""
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body is a JSON {type(raw).__name__}; it is an object")

@@ -55,6 +55,18 @@ def _params(request: Generation, defaults: SamplingParams, changes: dict[str, An
         raise bad_value(error, request.__struct_fields__) from None
 
 
+def fill_context(prompt: Prompt, params: SamplingParams, max_model_len: int) -> SamplingParams:
+    """max_tokens, where it is None, as what the context holds after the prompt. Raises ApiError as check_context does,
+    and where min_tokens is more than that."""
+    check_context([prompt], params, max_model_len)
+    if params.max_tokens is not None:
+        return params
+    try:
+        return replace(params, max_tokens=max_model_len - len(prompt.ids))
+    except ValueError as error:
+        raise bad_value(error, ("min_tokens",)) from None
+
+
 def check_context(prompts: Sequence[Prompt], params: SamplingParams, max_model_len: int) -> None:
     """Raises ApiError with OpenAI's code where a prompt and its output are longer than the context."""
     for prompt in prompts:

@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+_KEEP_ALIVE = 15  # seconds that an idle connection is kept: clients of Python let go after 5, and must be first
 _SPARE_CONNECTIONS = 256  # beside those of the requests that are worked on: probes, and clients told to come back
 
 
@@ -44,6 +45,7 @@ async def serve(
         access_log=False,
         server_header=False,
         limit_concurrency=max_concurrent_requests + _SPARE_CONNECTIONS,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=grace,
     )
     await _Server(config, on_ready).serve(sockets=[bound])
