@@ -1,0 +1,161 @@
+"""All-reduce over symmetric memory, alone or with the residual addition and RMSNorm that follow it in a decoder layer.
+
+One-shot for small messages: every rank stores its words beside the epoch to every rank, and each adds up what
+arrives; one trip, no fences. Two-shot for large ones: through rings of tiles, each rank reduces a slice of every tile
+and stores it to all, over peer memory or through the switch (`peers`). `all_reduce_protocol` has the order of it all.
+
+Elements are moved 16 bytes at a time. Operands and results may begin at any element and have any number of them: what
+is not whole, aligned vectors is read and written an element at a time and travels as whole vectors all the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Literal
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from qwenjax_kernels import all_reduce_protocol as protocol
+from qwenjax_kernels import peers, signals
+from qwenjax_kernels.all_reduce_parts import OneShotPart, TwoShotPart
+from qwenjax_kernels.heap_layout import MAX_BLOCKS, ONE_SHOT_BYTES, THREADS, TILE_BYTES, VECTOR, HeapLayout
+
+Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch
+WARPS = THREADS // 32
+
+
+class AllReduce:
+    """The kernel for one message; call `launch` from a `@cute.jit` function.
+
+    ranks: of the heap. dtype: BFloat16, Float16 or Float32. elements: of the message, at least 1. row: 0, or the
+    features of a row for the fused form, whose bytes must be a multiple of 16; eps: RMSNorm's. timeout_ns: of each
+    wait; trap: whether a failure stops the context (see `signals`).
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        dtype: Any,
+        elements: int,
+        algorithm: Algorithm,
+        row: int = 0,
+        eps: float = 0.0,
+        timeout_ns: int = 60 * 10**9,
+        trap: bool = True,
+        max_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        self.layout = HeapLayout(ranks)
+        self.ranks, self.dtype, self.elements, self.algorithm = ranks, dtype, elements, algorithm
+        self.row, self.eps, self.timeout_ns, self.trap = row, eps, timeout_ns, trap
+        self.width = dtype.width // 8
+        self.per_vector = VECTOR // self.width
+        self.vectors = -(-elements // self.per_vector)
+        self.full_vectors = elements // self.per_vector
+        if elements < 1:
+            raise ValueError("an empty message has nothing to reduce")
+        if not 1 <= max_blocks <= MAX_BLOCKS:
+            raise ValueError(f"max_blocks is {max_blocks}; the heap has room for 1 to {MAX_BLOCKS}")
+        if row and (row * self.width % VECTOR or elements % row):
+            raise ValueError(f"{elements} elements in rows of {row}: rows must be whole vectors of {VECTOR} bytes")
+        self.row_vectors = row // self.per_vector
+        if algorithm == "one_shot":
+            if self.vectors * VECTOR > ONE_SHOT_BYTES:
+                raise ValueError(f"{self.vectors * VECTOR} bytes; a one-shot message has at most {ONE_SHOT_BYTES}")
+            self.tile_vectors = self.row_vectors or THREADS
+        else:
+            self.tile_vectors = TILE_BYTES // VECTOR
+            if row:
+                if self.row_vectors > self.tile_vectors:
+                    raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
+                self.tile_vectors -= self.tile_vectors % self.row_vectors
+        self.tiles = -(-self.vectors // self.tile_vectors)
+        self.grid = min(max_blocks, self.tiles)
+        if -(-self.tiles // self.grid) >= protocol.STEPS:
+            raise ValueError(f"{elements} elements are {self.tiles} tiles, more than {protocol.STEPS - 1} a block")
+
+    @property
+    def tag(self) -> int:
+        """1 to STEPS - 1, by which ranks find out that they run different calls."""
+        call = f"{self.algorithm} {self.dtype.__name__} {self.elements} {self.row} {self.grid}"
+        return zlib.crc32(call.encode()) % (protocol.STEPS - 1) + 1
+
+    @cute.jit
+    def launch(
+        self,
+        stream: cuda.CUstream,
+        x: Int64,
+        table: Int64,
+        residual: Int64 | None,
+        weight: Int64 | None,
+        out: Int64,
+        normed: Int64 | None,
+    ) -> None:
+        """Enqueues the kernel. All are addresses.
+
+        x, out: elements of dtype; table: the epoch array, whose count is advanced. The fused form has residual and
+        normed [rows, row] and weight [row]: out is residual + the sum, normed its RMSNorm times weight.
+        """
+        self.kernel(x, table, residual, weight, out, normed).launch(
+            grid=[self.grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, x: Int64, table: Int64, residual: Int64 | None, weight: Int64 | None, out: Int64, normed: Int64 | None
+    ) -> None:
+        @cute.struct
+        class Storage:
+            bases: cute.struct.MemRange[Int64, self.ranks]
+            epoch: cute.struct.MemRange[Int64, 1]
+            sums: cute.struct.MemRange[Float32, WARPS]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        bases = storage.bases.data_ptr().toint()
+        epoch = storage.epoch.data_ptr().toint()
+        sums = storage.sums.data_ptr().toint()
+        if peers.this_rank(table) >= 0:
+            self.run(x, table, residual, weight, out, normed, bases, epoch, sums)
+
+    @cute.jit
+    def run(
+        self,
+        x: Int64,
+        table: Int64,
+        residual: Int64 | None,
+        weight: Int64 | None,
+        out: Int64,
+        normed: Int64 | None,
+        shared_bases: Int32,
+        shared_epoch: Int32,
+        shared_sums: Int32,
+    ) -> None:
+        """What a block does."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        rank = peers.this_rank(table)
+        bases = peers.Bases(shared_bases, self.ranks)
+        bases.load(table)
+        own = bases.base(rank)
+        if thread == 0:
+            begun = signals.arrive(own, block, self.grid)
+            cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[shared_epoch, begun])
+            if block == 0:
+                peers.count_collective(table)
+        cute.arch.sync_threads()
+        epoch = cute.arch.inline_ptx(
+            "ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[shared_epoch]
+        )
+        watch = signals.Watch(bases, self.ranks, self.timeout_ns, self.trap)
+        common = (self, bases, watch, table, rank, own, epoch, block, thread)
+        operands = (x, residual, weight, out, normed, shared_sums)
+        rounds = (self.tiles - block + (self.grid - 1)) // self.grid
+        if cutlass.const_expr(self.algorithm == "one_shot"):
+            OneShotPart(common, operands).run(rounds)
+        else:
+            transport = peers.MulticastTransport if self.algorithm == "multicast" else peers.PeerTransport
+            reducer = transport(bases, table, rank, self.ranks, self.dtype)
+            TwoShotPart(common, operands, reducer).run(rounds)

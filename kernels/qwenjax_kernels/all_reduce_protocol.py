@@ -1,0 +1,73 @@
+"""The all-reduce protocols: what each block of each rank does, in which order. Pure Python, importable without CuTeDSL.
+
+The kernels (`all_reduce`) and the simulation of the tests take the steps, the slots and the signals' values from here.
+
+Epochs. A heap counts its collectives: every call is one epoch, 1 the first. A signal carries epoch * STEPS + step,
+which only grows, so that nothing is reset between calls and a signal of a later epoch satisfies an earlier wait.
+
+Why buffers may be reused without a barrier at the end of a call:
+- A rank that is in epoch e + 1 has finished the kernel of epoch e, in which each of its blocks waited for every peer;
+  so every peer has begun epoch e, and has finished epoch e - 1.
+- One-shot inboxes alternate between two, by epoch: what is written in e + 1 was read last in e - 1.
+- Two-shot rings are each block's own, SLOTS tiles deep. A block overwrites a staged tile after waiting for REDUCED of
+  the tile SLOTS before, and a peer writes a result after STAGED of the same tile, which the block signals only after
+  collecting the tile SLOTS before. A call that follows begins after all of this rank's blocks have waited for the last
+  REDUCED of every peer, so that no peer still reads what this rank stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+STEPS = 1 << 16  # signals of a block in one epoch, and what the blocks of a launch together add to the arrivals
+INBOXES = 2
+STAGED, REDUCED = 0, 1  # the phases that are signalled
+PHASES = 2
+
+
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have signalled
+    a phase of that tile, acts, and signals a phase to all of them.
+
+    stage: copies the tile of the message to the own ring. reduce: sums the own slice of the tile over all ranks' rings
+    and stores it to the results of all. collect: reads the tile from the own results.
+    """
+
+    action: Literal["stage", "reduce", "collect"]
+    lag: int
+    waits_for: int | None
+    signals: int | None
+
+
+# Stage, reduce and collect are one turn apart each, so that the copies of one tile hide the waits of another.
+TWO_SHOT = (
+    Step("stage", 0, None, STAGED),
+    Step("reduce", 1, STAGED, REDUCED),
+    Step("collect", 2, REDUCED, None),
+)
+LAST_LAG = 2
+SLOTS = 1 + LAST_LAG  # with fewer, a tile is staged over one that a peer may still be reading
+
+# In one-shot, a block does each with all its rounds before it begins the next. push: stores the words of a round to the
+# inboxes of all ranks, each beside the epoch. agree: compares what this call is with the peers. collect: waits for the
+# words of all ranks in the own inbox and adds them.
+ONE_SHOT = ("push", "agree", "collect")
+
+
+def signal_value(epoch: Any, step: Any) -> Any:
+    """What is signalled when step (from 0) of an epoch is done, and waited for."""
+    return epoch * STEPS + step + 1
+
+
+def inbox(epoch: Any) -> Any:
+    """The one-shot inbox of an epoch."""
+    return epoch % INBOXES
+
+
+def slot(tile: Any) -> Any:
+    """The ring slot of a block's tile."""
+    return tile % SLOTS

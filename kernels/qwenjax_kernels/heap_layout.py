@@ -1,0 +1,93 @@
+"""Where everything lies in the symmetric heap, and in the small array that tells a kernel where the heap is.
+
+Pure Python, importable without CuTeDSL. Offsets are bytes from the beginning of a rank's memory, the same on every
+rank. The memory is zero before the first call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwenjax_kernels.all_reduce_protocol import INBOXES, PHASES, SLOTS
+
+MAX_RANKS = 16
+VECTOR = 16  # bytes that one thread moves at once
+THREADS = 512
+MAX_BLOCKS = 64
+TILE_BYTES = 64 * 1024  # of one step of one block; both rings of all blocks (24 MiB) stay in an L2 of 50 MB and more
+ONE_SHOT_BYTES = 512 * 1024  # the largest one-shot message
+LINE = 128
+
+# The failure record, int32 words in host memory: code, peer, low word of the epoch.
+RECORD_BYTES = 64
+FAILURES = {
+    1: "a peer did not arrive in time",
+    2: "a peer runs another collective or another shape",
+    3: "a peer gave up",
+}
+TIMED_OUT, DISAGREES, ABORTED = FAILURES
+
+
+@dataclass(frozen=True)
+class HeapLayout:
+    """The part of a heap of `ranks` ranks that the all-reduce uses; what other kernels use comes behind it.
+
+    arrivals: uint64, STEPS times the epochs begun, plus blocks of the last that have begun.
+    abort: uint32, not 0 once a rank gave up; recorded: uint32, not 0 once this rank's failure record is written.
+    grid_barrier: uint64, blocks that came to the barrier of a grid subset.
+    headers: uint64 [inboxes, ranks], epoch << 32 | tag of the call each rank is in.
+    signals: uint64 [phases, blocks, ranks], written by the rank of that index.
+    inboxes: [inboxes, ranks, vectors, 32 bytes], vectors of 16 bytes as four 8-byte pairs of a word and its epoch.
+    staged, results: [blocks, slots, tile].
+    """
+
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"a heap of {self.ranks} ranks; 2 to {MAX_RANKS} are supported")
+
+    arrivals = 0
+    abort = LINE
+    recorded = LINE + 4
+    grid_barrier = 2 * LINE
+    headers = 3 * LINE
+    signals = headers + INBOXES * MAX_RANKS * 8
+    inboxes = 64 * 1024
+
+    @property
+    def staged(self) -> int:
+        return self.inboxes + INBOXES * self.ranks * 2 * ONE_SHOT_BYTES
+
+    @property
+    def results(self) -> int:
+        return self.staged + MAX_BLOCKS * SLOTS * TILE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.results + MAX_BLOCKS * SLOTS * TILE_BYTES
+
+    def header(self, inbox: int, rank: int) -> int:
+        return self.headers + 8 * (inbox * MAX_RANKS + rank)
+
+    def signal(self, phase: int, block: int, rank: int) -> int:
+        return self.signals + 8 * ((phase * MAX_BLOCKS + block) * MAX_RANKS + rank)
+
+
+assert HeapLayout.signals + 8 * PHASES * MAX_BLOCKS * MAX_RANKS <= HeapLayout.inboxes
+
+# The words of an epoch array with a heap behind it, after word 0, which counts the collectives: this rank (negative:
+# kernels return at once, which loads them without waiting for anyone), the address of the failure record, every rank's
+# base, and last the multicast base where there is one. An address is two words, the low one first.
+RANK_WORD = 1
+RECORD_WORD = 2
+BASES_WORD = 4
+
+
+def num_words(ranks: int, multicast: bool) -> int:
+    """Words of the epoch array of one rank."""
+    return BASES_WORD + 2 * ranks + 2 * multicast
+
+
+def multicast_word(ranks: int) -> int:
+    return BASES_WORD + 2 * ranks

@@ -1,0 +1,43 @@
+"""Compiles all-reduce kernels without a GPU: `python compile_all_reduce.py '["one_shot", 2, "bfloat16", 4096, 0]' ...`.
+
+Each argument is [algorithm, ranks, dtype, elements, features of a row or 0]. The environment (CUTE_DSL_ARCH,
+CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import cutlass.jax
+import jax
+import jax.numpy as jnp
+
+from qwenjax_ffi import all_reduce_kernel
+from qwenjax_ffi.all_reduce_choice import Algorithm
+from qwenjax_kernels.heap_layout import num_words
+
+
+def lower(algorithm: Algorithm, ranks: int, dtype: str, elements: int, row: int) -> None:
+    """Lowers one call for CUDA, which compiles its kernel."""
+    epochs = jax.ShapeDtypeStruct((num_words(ranks, algorithm == "multicast"),), jnp.int32)
+    checks = cutlass.jax.get_export_disabled_safety_checks()
+    if row:
+        x = jax.ShapeDtypeStruct((elements // row, row), jnp.dtype(dtype))
+        weight = jax.ShapeDtypeStruct((row,), jnp.dtype(dtype))
+        call = jax.jit(
+            lambda x, r, w, e: all_reduce_kernel.all_reduce_rms_norm(x, r, w, 1e-6, e, ranks, algorithm),
+            donate_argnums=3,
+        )
+        jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(x, x, weight, epochs)
+    else:
+        x = jax.ShapeDtypeStruct((elements,), jnp.dtype(dtype))
+        call = jax.jit(lambda x, e: all_reduce_kernel.all_reduce(x, e, ranks, algorithm), donate_argnums=1)
+        jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(x, epochs)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        case = json.loads(argument)
+        lower(*case)
+        print(f"compiled {case}", flush=True)
