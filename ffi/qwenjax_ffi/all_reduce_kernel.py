@@ -6,31 +6,13 @@ They take and return the epoch array of a symmetric heap (`symmetric_memory`), i
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.all_reduce_choice import Algorithm
-
-TIMEOUT_VARIABLE = "QWENJAX_PEER_TIMEOUT"
-DEFAULT_TIMEOUT_SECONDS = 60.0
-
-
-def timeout_seconds() -> float:
-    """How long a rank waits for a peer, in a kernel and in an exchange of handles; QWENJAX_PEER_TIMEOUT, default 60.
-
-    Raises ValueError where the variable is not a positive number.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"{TIMEOUT_VARIABLE} is {text!r}; it is a number of seconds above 0")
-    return seconds
+from qwenjax_ffi.symmetric_memory_exchange import timeout_seconds
 
 
 def all_reduce(x: jax.Array, epochs: jax.Array, ranks: int, algorithm: Algorithm) -> tuple[jax.Array, jax.Array]:
@@ -82,7 +64,9 @@ def _call(
 
 
 @functools.cache
-def _launcher(ranks: int, dtype: str, elements: int, algorithm: Algorithm, row: int, eps: float, timeout_ns: int) -> Any:
+def _launcher(
+    ranks: int, dtype: str, elements: int, algorithm: Algorithm, row: int, eps: float, timeout_ns: int
+) -> Any:
     """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
     import cutlass
     import cutlass.cute as cute

@@ -1,24 +1,194 @@
-"""Collectives over a mesh axis, in the form that kernels of our own can take over.
+"""Collectives over a mesh axis: XLA's, and kernels of our own over symmetric memory where the ranks have it.
 
-Every collective takes and returns `epochs`, the int32 array [1] in which a rank counts the collectives it ran. It
-makes the order of collectives a data dependency, so that all ranks run them in the same order (kernels that spin on
-their peers would deadlock otherwise), and holds the count in device memory, where a replayed CUDA graph can advance it.
+Every collective takes and returns `epochs`, the int32 array in which a rank counts the collectives it ran. It makes
+the order of collectives a data dependency, so that all ranks run them in the same order (kernels that spin on their
+peers would deadlock otherwise), and holds the count in device memory, where a replayed CUDA graph can advance it. With
+a symmetric heap behind it, it also says where every rank's memory is: the count is its first word, and the rest, which
+collectives leave as it is, are addresses (`qwenjax_kernels.heap_layout`). `fresh_epochs` makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from qwenjax_ffi import all_reduce_kernel as kernels
+from qwenjax_ffi.all_reduce_choice import choose_algorithm
+from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi.norm import rms_norm
+from qwenjax_ffi.symmetric_memory import SymmetricHeap
+from qwenjax_ffi.symmetric_memory_exchange import SymmetricMemoryUnavailable
+from qwenjax_kernels.heap_layout import MAX_RANKS, TILE_BYTES, VECTOR, num_words
+
+logger = logging.getLogger(__name__)
 
 AxisName = str | Sequence[str]
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def all_reduce(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
+class Heap(NamedTuple):
+    """What is known of the heap behind an epoch array while a program is traced."""
+
+    ranks: int
+    multicast: bool
+
+
+def fresh_epochs(mesh: Mesh, axis_name: str) -> jax.Array:
+    """A mesh's epoch array before its first collective: int32 [ranks * words], `words` of them on each rank.
+
+    Where `axis_name` holds all devices of the mesh, more than one, and they are GPUs that can map each other's memory,
+    a heap is behind it, which the mesh keeps until `close_heap`. Elsewhere words is 1; where that is because the
+    memory cannot be mapped, a warning says so, once.
+    """
+    heap = _heap(mesh, axis_name)
+    if heap is not None:
+        return heap.epochs()
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+    return jax.device_put(np.zeros(mesh.size, np.int32), sharding)
+
+
+def close_heap(mesh: Mesh, axis_name: str) -> None:
+    """Frees the heap that `fresh_epochs` made, and those of all other meshes; epoch arrays of it are void."""
+    heap = _heap(mesh, axis_name)
+    _heap.cache_clear()
+    if heap is not None:
+        heap.close()
+
+
+@functools.cache
+def _heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
+    device = mesh.devices.flat[0]
+    if mesh.size == 1 or mesh.shape[axis_name] != mesh.size or device.platform == "cpu":
+        return None
+    try:
+        if mesh.size > MAX_RANKS:
+            raise SymmetricMemoryUnavailable(f"{mesh.size} ranks; the kernels are for {MAX_RANKS} and fewer")
+        if importlib.util.find_spec("cutlass") is None:
+            raise SymmetricMemoryUnavailable("CuTeDSL (nvidia-cutlass-dsl) is not installed")
+        capability = getattr(device, "compute_capability", "unknown")
+        if capability not in ("9.0", "10.0", "10.3"):
+            raise SymmetricMemoryUnavailable(f"compute capability {capability}; the kernels are for 9.0 and 10.x")
+        return SymmetricHeap(mesh, axis_name)
+    except SymmetricMemoryUnavailable as error:
+        logger.warning("no symmetric memory over %s: %s. Collectives there run as XLA's (psum)", axis_name, error)
+        return None
+
+
+def advance(epochs: jax.Array) -> jax.Array:
+    """The epochs after one more collective that was not a kernel's."""
+    return epochs + 1 if epochs.shape[0] == 1 else epochs.at[0].add(1)
+
+
+def heap_of(epochs: jax.Array, ranks: int) -> Heap | None:
+    """The heap of `ranks` ranks behind an epoch array; None where there is none, or it is of other ranks."""
+    for multicast in (False, True):
+        if ranks > 1 and epochs.shape[0] == num_words(ranks, multicast):
+            return Heap(ranks, multicast)
+    return None
+
+
+def all_reduce(
+    x: jax.Array, axis_name: AxisName, epochs: jax.Array, *, implementation: Implementation = "auto"
+) -> tuple[jax.Array, jax.Array]:
     """The sum of x over the ranks of `axis_name`, on every rank; call it under shard_map.
 
-    x: any shape and float dtype, the same on every rank; epochs: int32 [1]. Returns (sum, epochs + 1).
+    x: any shape and float dtype, the same on every rank; epochs: int32 [words]. Returns (sum, epochs, advanced by one).
+    The kernel takes bfloat16, float16 and float32, adds in float32 (over peer memory in the order of the ranks) and
+    rounds once; all ranks get the same bits. Ranks that call it with different shapes fail instead of mixing them up.
     """
+    heap, why = _kernel_for("all_reduce", x, axis_name, epochs)
+    if choose("all_reduce", implementation, why) == "reference":
+        return _all_reduce_reference(x, axis_name, epochs)
+    assert heap is not None
+    if x.size == 0:
+        return x, advance(epochs)
+    algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
+    call = _with_gradient(
+        lambda x, epochs: kernels.all_reduce(x, epochs, heap.ranks, algorithm),
+        lambda x, epochs: _all_reduce_reference(x, axis_name, epochs),
+    )
+    return call(x, epochs)
+
+
+def all_reduce_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    axis_name: AxisName,
+    epochs: jax.Array,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """residual + the sum of x over the ranks of `axis_name`, and its RMSNorm: what follows attention in a layer.
+
+    x, residual: [..., features]; weight: [features], all of one dtype. Returns (residual + sum, its norm times weight,
+    the advanced epochs); the sum is rounded to x's dtype before it is added, as where the three are called apart.
+    """
+    heap, why = _kernel_for("all_reduce_rms_norm", x, axis_name, epochs)
+    row_bytes = x.shape[-1] * x.dtype.itemsize
+    if why is None and (residual.dtype != x.dtype or weight.dtype != x.dtype):
+        why = f"x is {x.dtype}, the residual {residual.dtype} and the weight {weight.dtype}; the kernel takes one dtype"
+    if why is None and (x.size == 0 or row_bytes % VECTOR or row_bytes > TILE_BYTES):
+        why = f"x is {list(x.shape)}: rows of {row_bytes} bytes; the kernel takes multiples of {VECTOR} to {TILE_BYTES}"
+    if residual.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(f"residual {residual.shape} and weight {weight.shape} do not fit x {x.shape}")
+
+    def reference(
+        x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        total, epochs = all_reduce(x, axis_name, epochs, implementation=implementation)
+        total = residual + total
+        return total, rms_norm(total, weight, eps), epochs
+
+    if choose("all_reduce_rms_norm", implementation, why) == "reference":
+        return reference(x, residual, weight, epochs)
+    assert heap is not None
+    algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
+    call = _with_gradient(
+        lambda x, residual, weight, epochs: kernels.all_reduce_rms_norm(
+            x, residual, weight, eps, epochs, heap.ranks, algorithm
+        ),
+        reference,
+    )
+    return call(x, residual, weight, epochs)
+
+
+def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, epochs = jax.lax.optimization_barrier((x, epochs))
     # A second barrier, or the next collective might begin before this one has its result.
-    return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), epochs + 1))
+    return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), advance(epochs)))
+
+
+def _kernel_for(op: str, x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
+    """The heap that a kernel of `op` would use; or why there can be none."""
+    ranks = jax.lax.axis_size(axis_name)
+    heap = heap_of(epochs, ranks)
+    if epochs.shape[0] == 1:
+        return None, "no symmetric heap is behind the epochs (qwenjax_ffi.collectives.fresh_epochs makes it)"
+    if heap is None:
+        return (
+            None,
+            f"the axis {axis_name} has {ranks} ranks, the heap behind the epochs has others",
+        )
+    if x.dtype not in _DTYPES:
+        return None, f"x is {x.dtype}, the kernel takes bfloat16, float16 and float32"
+    return heap, None
+
+
+def _with_gradient(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, differentiated as the reference is."""
+    call = jax.custom_vjp(kernel)
+    call.defvjp(
+        lambda *arguments: (kernel(*arguments), arguments),
+        lambda arguments, cotangents: jax.vjp(reference, *arguments)[1](cotangents),
+    )
+    return call

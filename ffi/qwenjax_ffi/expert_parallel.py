@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.collectives import AxisName, all_reduce
+from qwenjax_ffi.collectives import AxisName, advance, all_reduce
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.packing import AnyWeight
@@ -142,7 +142,7 @@ def dispatch(
     sent_x, sent_ids, sent_weights = send(x, 0), send(ids, -1), send(weights, 0)
     received = jax.lax.all_to_all(counts[:, None], axis_name, 0, 0)[:, 0]
     there = Dispatched(sent_x, sent_ids, sent_weights, received, jnp.where(goes, slot, -1))
-    return jax.lax.optimization_barrier((there, epochs + 1))
+    return jax.lax.optimization_barrier((there, advance(epochs)))
 
 
 def combine(
@@ -158,7 +158,7 @@ def combine(
     ranks, _, hidden = home.shape
     rows = jnp.where(slots >= 0, jnp.arange(ranks) * home.shape[1] + slots, -1)
     total = sum_rows(home.reshape(-1, hidden), rows).astype(partial.dtype)
-    return jax.lax.optimization_barrier((total, epochs + 1))
+    return jax.lax.optimization_barrier((total, advance(epochs)))
 
 
 def moe_sharded_tokens(

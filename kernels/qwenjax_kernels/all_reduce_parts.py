@@ -1,4 +1,4 @@
-"""What one block of an all-reduce does in each step of `all_reduce_protocol`: the parts that the kernels are made of."""
+"""What one block of an all-reduce does in each step of `all_reduce_protocol`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Part:
         whole = self.aligned
         if left < self.spec.per_vector:
             whole = cutlass.Boolean(False)
-        if whole:
+        if whole:  # noqa: SIM108, CuTeDSL stages no conditional expression
             words = vectors.load_operand(address)
         else:
             words = vectors.gather_operand(address, left, self.spec.width)
@@ -106,7 +106,9 @@ class Part:
         total = Float32(0.0)
         for warp in cutlass.range_constexpr(THREADS // WARP):
             total = total + cute.arch.inline_ptx(
-                "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[self.shared_sums + warp * 4]
+                "ld.shared.f32 {$w0}, [{$r0}];",
+                write_only_types=[Float32],
+                read_only_args=[self.shared_sums + warp * 4],
             )
         cute.arch.sync_threads()
         return total
@@ -193,10 +195,10 @@ class OneShotPart(Part):
                 words, flags = vectors.load_flagged(place)
                 late = self.lateness(flags)
                 polls += 1
-                if polls % signals.POLLS_BETWEEN_CHECKS == 0:
-                    if late != Uint32(0):
-                        if self.watch.gives_up(self.own, self.record, Int32(peer), self.epoch, started):
-                            late = Uint32(0)
+                if polls % signals.POLLS_BETWEEN_CHECKS == 0 and late != Uint32(0):
+                    given_up = self.watch.gives_up(self.own, self.record, Int32(peer), self.epoch, started)
+                    if given_up:
+                        late = Uint32(0)
         return words
 
     def lateness(self, flags: Words) -> Uint32:
@@ -229,13 +231,12 @@ class TwoShotPart(Part):
     @cute.jit
     def take(self, step: cutlass.Constexpr, tile: Int32, tiles: Int32) -> None:
         """A step of the protocol, where the tile is one of the block's."""
-        if tile >= 0:
-            if tile < tiles:
-                if cutlass.const_expr(step.waits_for is not None):
-                    self.wait(step.waits_for, tile)
-                getattr(self, step.action)(tile)
-                if cutlass.const_expr(step.signals is not None):
-                    self.signal(step.signals, tile)
+        if tile >= 0 and tile < tiles:
+            if cutlass.const_expr(step.waits_for is not None):
+                self.wait(step.waits_for, tile)
+            getattr(self, step.action)(tile)
+            if cutlass.const_expr(step.signals is not None):
+                self.signal(step.signals, tile)
 
     def extent(self, i: Int32) -> tuple[Int32, Int32]:
         """The first vector of tile i, and how many it has."""

@@ -26,12 +26,10 @@ STAGED, REDUCED = 0, 1  # the phases that are signalled
 PHASES = 2
 
 
-
-
 @dataclass(frozen=True)
 class Step:
-    """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have signalled
-    a phase of that tile, acts, and signals a phase to all of them.
+    """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have
+    signalled a phase of that tile, acts, and signals a phase to all of them.
 
     stage: copies the tile of the message to the own ring. reduce: sums the own slice of the tile over all ranks' rings
     and stores it to the results of all. collect: reads the tile from the own results.
@@ -56,6 +54,16 @@ SLOTS = 1 + LAST_LAG  # with fewer, a tile is staged over one that a peer may st
 # inboxes of all ranks, each beside the epoch. agree: compares what this call is with the peers. collect: waits for the
 # words of all ranks in the own inbox and adds them.
 ONE_SHOT = ("push", "agree", "collect")
+
+
+def arrival_share(is_first: Any, grid: Any) -> Any:
+    """What a block of a grid adds to the arrivals, of which the epoch is the multiple of STEPS: STEPS over the grid."""
+    return 1 + is_first * (STEPS - grid)
+
+
+def epoch_of(arrivals: Any) -> Any:
+    """The epoch of a block that found this count of arrivals."""
+    return arrivals // STEPS + 1
 
 
 def signal_value(epoch: Any, step: Any) -> Any:

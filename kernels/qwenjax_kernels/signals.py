@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from qwenjax_kernels.all_reduce_protocol import STEPS, inbox
+from qwenjax_kernels.all_reduce_protocol import STEPS, arrival_share, epoch_of, inbox
 from qwenjax_kernels.heap_layout import ABORTED, DISAGREES, MAX_RANKS, TIMED_OUT, HeapLayout
 
 POLLS_BETWEEN_CHECKS = 1024  # about a millisecond; the clock and the abort word are read only then
@@ -51,15 +51,12 @@ def arrive(own: Int64, block: Int32, grid: cutlass.Constexpr) -> Int64:
     The blocks of a launch add STEPS together, whatever their number is, so that the epoch is the old count over
     STEPS: no block needs to know when the others have read it.
     """
-    share = Int64(1)
-    if block == 0:
-        share = Int64(STEPS - (grid - 1))
     before = cute.arch.inline_ptx(
         "atom.relaxed.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int64],
-        read_only_args=[own + HeapLayout.arrivals, share],
+        read_only_args=[own + HeapLayout.arrivals, arrival_share(Int64(block == 0), grid)],
     )
-    return before // STEPS + 1
+    return epoch_of(before)
 
 
 class Watch:
@@ -109,10 +106,10 @@ class Watch:
             while value < target:
                 value = load_acquire(own + offset)
                 polls += 1
-                if polls % POLLS_BETWEEN_CHECKS == 0:
-                    if value < target:
-                        if self.gives_up(own, record, peer, epoch, started):
-                            value = target
+                if polls % POLLS_BETWEEN_CHECKS == 0 and value < target:
+                    given_up = self.gives_up(own, record, peer, epoch, started)
+                    if given_up:
+                        value = target
         return value
 
     @cute.jit
@@ -128,9 +125,8 @@ class Watch:
             store_release(self.bases.base(thread) + row + Int64(rank) * 8, mine)
             # A wait that gave up returns its target, which no tag makes.
             theirs = self.wait(own, record, row + Int64(thread) * 8, epoch * STEPS, thread, epoch)
-            if theirs != mine:
-                if theirs != epoch * STEPS:
-                    self.fail(own, record, Int32(DISAGREES), thread, epoch)
+            if theirs != mine and theirs != epoch * STEPS:
+                self.fail(own, record, Int32(DISAGREES), thread, epoch)
 
     @cute.jit
     def grid_barrier(self, own: Int64, record: Int64, blocks: cutlass.Constexpr, rank: Int32, epoch: Int64) -> None:

@@ -70,9 +70,7 @@ def load_operand(address: Int64) -> Words:
 
 def store_result(address: Int64, words: Words) -> None:
     """A vector of a result at a 16-byte aligned address."""
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
 
 
 @cute.jit
