@@ -21,7 +21,7 @@ FENCE_SECONDS = 0.8e-6  # until a block's stores have arrived, before its signal
 READ_SECONDS = 1.5e-6  # a peer's memory, there and back
 
 # (largest message in bytes that runs one-shot) by ranks. Above it: two-shot, or through the switch.
-ONE_SHOT_LIMITS = {3: 524288, 4: 262144, 7: 131072, 12: 65536, 16: 32768}
+ONE_SHOT_LIMITS = {3: 524288, 4: 262144, 7: 131072, 14: 65536, 16: 32768}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
 

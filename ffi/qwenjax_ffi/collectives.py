@@ -142,22 +142,22 @@ def all_reduce_rms_norm(
     if residual.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(f"residual {residual.shape} and weight {weight.shape} do not fit x {x.shape}")
 
-    def reference(
-        x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
+    def apart(
+        summing: Implementation, x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        total, epochs = all_reduce(x, axis_name, epochs, implementation=implementation)
+        total, epochs = all_reduce(x, axis_name, epochs, implementation=summing)
         total = residual + total
         return total, rms_norm(total, weight, eps), epochs
 
     if choose("all_reduce_rms_norm", implementation, why) == "reference":
-        return reference(x, residual, weight, epochs)
+        return apart(implementation, x, residual, weight, epochs)
     assert heap is not None
     algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
     call = _with_gradient(
         lambda x, residual, weight, epochs: kernels.all_reduce_rms_norm(
             x, residual, weight, eps, epochs, heap.ranks, algorithm
         ),
-        reference,
+        functools.partial(apart, "reference"),
     )
     return call(x, residual, weight, epochs)
 
