@@ -20,7 +20,7 @@ from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_references
 from qwenjax.rope import cos_sin, inverse_frequencies, rotate
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.collectives import all_reduce
+from qwenjax_ffi.collectives import all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
 from qwenjax_ffi.linear import linear
 from qwenjax_ffi.norm import rms_norm
@@ -84,14 +84,31 @@ class Attention(nnx.Module):
         context: Context,
         epochs: jax.Array,
     ) -> tuple[jax.Array, Context, jax.Array]:
+        out, context = self.local(x, layer, rotary, context)
+        out, epochs = all_reduce(out, MODEL, epochs)
+        return out if self.o_bias is None else out + self.o_bias[layer], context, epochs
+
+    def local(
+        self, x: jax.Array, layer: jax.Array, rotary: tuple[jax.Array, jax.Array], context: Context
+    ) -> tuple[jax.Array, Context]:
+        """What this rank's heads add to the layer's output, without the bias."""
         q = self._heads(self._linear(x, self.q_proj, layer, self.q_bias))
         k = self._kv_heads(self._linear(x, self.k_proj, layer, self.k_bias))
         v = self._kv_heads(self._linear(x, self.v_proj, layer, self.v_bias))
         q = rotate(rms_norm(q, self.q_norm[layer], self.eps), *rotary)
         k = rotate(rms_norm(k, self.k_norm[layer], self.eps), *rotary)
         out, context = context.attend(q, k, v, layer)
-        out, epochs = all_reduce(self._linear(out.reshape(*x.shape[:2], -1), self.o_proj, layer), MODEL, epochs)
-        return out if self.o_bias is None else out + self.o_bias[layer], context, epochs
+        return self._linear(out.reshape(*x.shape[:2], -1), self.o_proj, layer), context
+
+    def add_and_norm(
+        self, x: jax.Array, out: jax.Array, layer: jax.Array, weight: jax.Array, epochs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x + the sum of all ranks' `local` results, its RMSNorm times weight, and the epochs."""
+        if self.o_bias is None:
+            return all_reduce_rms_norm(out, x, weight, self.eps, MODEL, epochs)
+        out, epochs = all_reduce(out, MODEL, epochs)
+        x = x + (out + self.o_bias[layer])
+        return x, rms_norm(x, weight, self.eps), epochs
 
     def _linear(self, x: jax.Array, weight: nnx.Param, layer: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
         return linear(x, weight[...], layer, _value(bias), activation_format=self.activation_format)
@@ -201,7 +218,7 @@ class Qwen3Moe(nnx.Module):
     def __call__(self, tokens: jax.Array, context: Context, epochs: jax.Array) -> tuple[jax.Array, Context, jax.Array]:
         """Runs tokens at their context's positions.
 
-        tokens: int32 [batch, tokens] of this data rank; epochs: int32 [1], see qwenjax_ffi.collectives.
+        tokens: int32 [batch, tokens] of this data rank; epochs: int32 [words], see qwenjax_ffi.collectives.
         Returns the last layer's normalised hidden states [batch, tokens, hidden], the context and the epochs.
         """
         config = self.config
@@ -229,9 +246,8 @@ class Qwen3Moe(nnx.Module):
         ) -> tuple[jax.Array, Context, jax.Array]:
             x, context, epochs = carry
             normed = rms_norm(x, self.input_norm[layer], config.rms_norm_eps)
-            out, context, epochs = self.attention(normed, layer, rotary, context, epochs)
-            x = x + out
-            normed = rms_norm(x, self.post_attention_norm[layer], config.rms_norm_eps)
+            out, context = self.attention.local(normed, layer, rotary, context)
+            x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[layer], epochs)
             out, epochs = feed_forward(normed, layer, epochs)
             return x + out, context, epochs
 

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
+from qwenjax_ffi.collectives import fresh_epochs
 from qwenjax_ffi.packing import PackedMXFP8Weight
 from qwenjax_ffi.weights import MXFP8Weight
 
-EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # one count a rank, see qwenjax_ffi.collectives
+EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # a count a rank, or more words: qwenjax_ffi.collectives
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class ShardedModel:
     state: nnx.State
 
     def epochs(self) -> jax.Array:
-        """Fresh collective counters, int32 [ranks], one on each rank."""
-        return jax.device_put(jnp.zeros(self.mesh.size, jnp.int32), NamedSharding(self.mesh, EPOCHS_SPEC))
+        """A fresh epoch array, int32 [ranks * words]; see qwenjax_ffi.collectives.fresh_epochs."""
+        return fresh_epochs(self.mesh, MODEL)
 
     @property
     def dtype(self) -> jnp.dtype:

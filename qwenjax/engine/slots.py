@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.cache import CACHE_SPEC, KVCache, create_cache
 from qwenjax.config import ModelConfig
 from qwenjax.engine.speculate import HeadState, create_head_state, head_specs
-from qwenjax.mesh import BY_DATA, DATA
+from qwenjax.mesh import BY_DATA, DATA, MODEL
 from qwenjax.sampling import SamplingArrays, TokenCounts, build_arrays
 from qwenjax.sharded_model import EPOCHS_SPEC
+from qwenjax_ffi.collectives import fresh_epochs
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +107,7 @@ def create_slots(
         speculates=zeros(jnp.bool_),
         sampling=jax.device_put(build_arrays([None] * num_slots), by_slot),
         counts=TokenCounts(zeros(jnp.bool_, config.vocab_size), zeros(jnp.int32, config.vocab_size)),
-        epochs=jax.device_put(np.zeros(mesh.size, np.int32), NamedSharding(mesh, EPOCHS_SPEC)),
+        epochs=fresh_epochs(mesh, MODEL),
         head=create_head_state(
             config,
             mesh,
