@@ -19,11 +19,8 @@ from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, RowOrder, unpack
+from qwenjax_ffi.row_blocks import RowBlocks
 from qwenjax_ffi.weights import Weight, decode, select_layer
-
-# A block of rows is one small matmul of the reference. Larger blocks copy an expert's weights less often, smaller
-# ones waste less on the last, partly filled block of each expert.
-_MAX_BLOCK_ROWS = 128
 
 
 def grouped_gemm(
@@ -175,22 +172,13 @@ def _by_blocks(
     Work grows with the rows and the groups that have any, not with their product, as a masked or a
     `jax.lax.ragged_dot` reference would on a CPU.
     """
-    groups = group_sizes.shape[0]
-    size = 1
-    while size < min(_MAX_BLOCK_ROWS, num_rows / groups):
-        size *= 2
-    ends = jnp.cumsum(group_sizes)
-    blocks_end = jnp.cumsum((group_sizes + size - 1) // size)
+    blocks = RowBlocks(group_sizes, num_rows)
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.searchsorted(blocks_end, index, side="right").astype(jnp.int32)
-        first_block = jnp.where(group > 0, blocks_end[group - 1], 0)
-        start = ends[group] - group_sizes[group] + (index - first_block) * size
-        rows = start + jnp.arange(size, dtype=jnp.int32)
-        inside = rows < ends[group]
-        y = jnp.where(inside[:, None], block(jnp.minimum(rows, num_rows - 1), group), 0.0)
+        here = blocks.at(index)
+        y = jnp.where(here.inside[:, None], block(here.rows, here.group), 0.0)
         # Zeros written past a group's end are written over by the next group's first block.
-        return jax.lax.dynamic_update_slice(out, y.astype(dtype), (start, 0))
+        return jax.lax.dynamic_update_slice(out, y.astype(dtype), (here.start, 0))
 
-    out = jax.lax.fori_loop(0, blocks_end[-1], step, jnp.zeros((num_rows + size, width), dtype))
+    out = jax.lax.fori_loop(0, blocks.count, step, jnp.zeros((num_rows + blocks.size, width), dtype))
     return out[:num_rows]

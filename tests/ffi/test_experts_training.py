@@ -14,7 +14,7 @@ from qwenjax_ffi.expert_parallel import ExpertWeights, local_experts
 from qwenjax_ffi.weights import MXFP8Weight
 
 TOKENS, HIDDEN, WIDTH, LOCAL, TOP_K, LAYERS, FIRST, LAYER = 21, 32, 16, 6, 2, 2, 3, 1
-FORMS = (experts_training._every_expert, experts_training._ragged)
+FORMS = (experts_training._every_expert, experts_training._by_expert)
 
 
 def inputs() -> tuple[jax.Array, ...]:
