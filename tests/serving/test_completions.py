@@ -98,6 +98,21 @@ def test_choices_are_numbered_prompt_by_prompt(app: ASGIApp, stream: bool) -> No
         assert reply.json["usage"]["completion_tokens"] == 4
 
 
+def test_an_output_that_ends_early_ends_once_while_others_go_on() -> None:
+    class Uneven(FakeBackend):
+        def _result(self, asked: Any, ids: list[int], reason: str | None) -> Any:
+            result = super()._result(asked, ids, reason)
+            if len(ids) > 1:
+                result.outputs[1] = super()._result(asked, ids[:2], "length").outputs[1]
+            return result
+
+    events = complete(create_app(Uneven()), n=2, stream=True).events
+    parts = {index: [e["choices"][0] for e in events if e["choices"][0]["index"] == index] for index in (0, 1)}
+    assert [part["text"] for part in parts[0]] == ["hello", " w", "€", ""]
+    assert [part["finish_reason"] for part in parts[0]] == [None, None, None, "stop"]
+    assert [(part["text"], part["finish_reason"]) for part in parts[1]] == [("hello", None), (" w", "length")]
+
+
 def test_the_request_says_how_to_sample_and_the_checkpoint_the_rest(app: ASGIApp, backend: FakeBackend) -> None:
     assert complete(app).status == 200
     given: dict[str, Any] = {

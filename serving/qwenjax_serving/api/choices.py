@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol, cast
 
 from msgspec import UNSET
 
 from qwenjax.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from qwenjax.tokenizer import IncrementalDetokenizer, Tokenizer
 from qwenjax_serving.api.logprobs import CompletionLogprobsWriter, chat_logprobs
-from qwenjax_serving.api.requests import ChatRequest, CompletionRequest
+from qwenjax_serving.api.requests import ChatRequest, CompletionRequest, Generation
 from qwenjax_serving.api.responses import (
     CachedTokens,
     ChatChoice,
@@ -23,126 +23,127 @@ from qwenjax_serving.api.responses import (
 from qwenjax_serving.api.sampling import prompt_alone
 from qwenjax_serving.backend import BackendError
 
+Logprobs = Mapping[int, Logprob] | None  # of one token; None for a prompt's first
 
-class Writer(Protocol):
-    """Writes one output of one prompt as choices."""
+
+class Writer(ABC):
+    """Writes one output of one prompt as choices: whole, or as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Generation, index: int) -> None:
+        self._tokenizer, self._request, self._index = tokenizer, request, index
+        self._num_tokens = self._num_characters = 0  # of what has been written
+        self._begun = self._ended = False
 
     def write(self, result: RequestOutput, part: CompletionOutput, streaming: bool) -> Choice | None:
-        """What is new since the last call; None where that is nothing to show."""
-        ...
+        """What is new since the last call; None where that is nothing to show.
 
-
-class _Progress:
-    """What of an output has been written."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.num_tokens = 0
-        self.num_characters = 0
-
-    def take(self, part: CompletionOutput) -> tuple[str, list[int], slice]:
-        """The new text, the new ids and where they lie among all ids."""
+        Raises BackendError for an output that was aborted.
+        """
+        if self._ended or not (part.token_ids or part.finished):
+            return None  # others of the request go on; or the prompt is still being read
         if part.finish_reason == "abort":
             raise BackendError("the server ended this request before it was finished")
-        text = part.text[self.num_characters :]
-        new = slice(self.num_tokens, len(part.token_ids))
-        self.num_characters, self.num_tokens = len(part.text), len(part.token_ids)
-        return text, part.token_ids[new], new
+        new, first = slice(self._num_tokens, None), not self._begun
+        text, ids = part.text[self._num_characters :], part.token_ids[new]
+        logprobs = None if part.logprobs is None else part.logprobs[new]
+        self._num_tokens, self._num_characters = len(part.token_ids), len(part.text)
+        text = self._opening(result) + text if first else text
+        if not (text or part.finished or (ids and (logprobs is not None or self._request.return_token_ids))):
+            return None
+        self._begun, self._ended = True, part.finished
+        choice = self._choice(result, text, ids, logprobs, first, streaming)
+        choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+        if self._request.return_token_ids:
+            choice.token_ids = ids
+            choice.prompt_token_ids = result.prompt_token_ids if first else UNSET
+        if self._request.prompt_logprobs is not None:  # which cannot be streamed
+            choice.prompt_logprobs = result.prompt_logprobs or []
+        return choice
+
+    def _opening(self, result: RequestOutput) -> str:
+        """Text before the output's own."""
+        return ""
+
+    @abstractmethod
+    def _choice(
+        self,
+        result: RequestOutput,
+        text: str,
+        ids: Sequence[int],
+        logprobs: Sequence[Logprobs] | None,
+        first: bool,
+        streaming: bool,
+    ) -> Choice:
+        """A choice of new text, ids and log-probabilities; first: the first one of this output."""
+
+
+class CompletionWriter(Writer):
+    """One choice of /v1/completions."""
+
+    _request: CompletionRequest
+
+    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest, index: int) -> None:
+        super().__init__(tokenizer, request, index)
+        self._skip = request.skip_special_tokens is not False
+        self._logprobs = CompletionLogprobsWriter(tokenizer, self._skip)
+
+    def write(self, result: RequestOutput, part: CompletionOutput, streaming: bool) -> Choice | None:
+        return super().write(result, _without_tokens(part) if prompt_alone(self._request) else part, streaming)
+
+    def _opening(self, result: RequestOutput) -> str:
+        if not self._request.echo:
+            return ""
+        if result.prompt is not None:
+            return result.prompt
+        # A character that the prompt leaves open is the output's.
+        return IncrementalDetokenizer(self._tokenizer, (), self._skip).feed(result.prompt_token_ids)
+
+    def _choice(
+        self,
+        result: RequestOutput,
+        text: str,
+        ids: Sequence[int],
+        logprobs: Sequence[Logprobs] | None,
+        first: bool,
+        streaming: bool,
+    ) -> CompletionChoice:
+        choice = CompletionChoice(index=self._index, text=text)
+        if logprobs is not None:
+            if first and self._request.echo:
+                ids, logprobs = [*result.prompt_token_ids, *ids], [*(result.prompt_logprobs or ()), *logprobs]
+            choice.logprobs = self._logprobs.write(ids, logprobs)
+        return choice
+
+
+class ChatWriter(Writer):
+    """One choice of /v1/chat/completions."""
+
+    _request: ChatRequest
+
+    def _choice(
+        self,
+        result: RequestOutput,
+        text: str,
+        ids: Sequence[int],
+        logprobs: Sequence[Logprobs] | None,
+        first: bool,
+        streaming: bool,
+    ) -> ChatChoice:
+        message = Message("assistant" if first else UNSET, text)
+        choice = ChatChoice(index=self._index)
+        if streaming:
+            choice.delta = message
+        else:
+            choice.message = message
+        if logprobs is not None:
+            choice.logprobs = chat_logprobs(self._tokenizer, ids, logprobs, self._request.top_logprobs or 0)
+        return choice
 
 
 def _without_tokens(part: CompletionOutput) -> CompletionOutput:
     logprobs = None if part.logprobs is None else list[dict[int, Logprob]]()
     reason: FinishReason | None = "length" if part.finish_reason in ("length", "stop") else part.finish_reason
     return replace(part, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)
-
-
-def _reason(part: CompletionOutput) -> Literal["stop", "length"] | None:
-    return cast('Literal["stop", "length"] | None', part.finish_reason)  # take() let no "abort" through
-
-
-class CompletionWriter:
-    """One choice of /v1/completions."""
-
-    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest, index: int) -> None:
-        self._tokenizer, self._request, self._index = tokenizer, request, index
-        self._skip = request.skip_special_tokens is not False
-        self._progress = _Progress()
-        self._logprobs = CompletionLogprobsWriter(tokenizer, self._skip)
-
-    def write(self, result: RequestOutput, part: CompletionOutput, streaming: bool) -> CompletionChoice | None:
-        request, progress = self._request, self._progress
-        if prompt_alone(request):
-            part = _without_tokens(part)
-        if not part.token_ids and not part.finished:
-            return None  # the prompt is still being read
-        first = not progress.begun
-        text, ids, new = progress.take(part)
-        logprob_ids, logprobs = ids, None if part.logprobs is None else [*part.logprobs[new]]
-        if first and request.echo:
-            text = self._prompt_text(result) + text
-            if logprobs is not None and result.prompt_logprobs is not None:
-                logprob_ids = [*result.prompt_token_ids, *ids]
-                logprobs = [*result.prompt_logprobs, *logprobs]  # type: ignore[list-item]  # None for the first
-        wanted = text or part.finished or (ids and (request.logprobs is not None or request.return_token_ids))
-        if not wanted:
-            return None
-        progress.begun = True
-        choice = CompletionChoice(index=self._index, text=text, finish_reason=_reason(part))
-        choice.stop_reason = part.stop_reason
-        if logprobs is not None:
-            choice.logprobs = self._logprobs.write(logprob_ids, logprobs)
-        _add_extras(choice, request, result, ids, first, streaming)
-        return choice
-
-    def _prompt_text(self, result: RequestOutput) -> str:
-        if result.prompt is not None:
-            return result.prompt
-        # A character that the prompt leaves open is the output's.
-        return IncrementalDetokenizer(self._tokenizer, (), self._skip).feed(result.prompt_token_ids)
-
-
-class ChatWriter:
-    """One choice of /v1/chat/completions."""
-
-    def __init__(self, tokenizer: Tokenizer, request: ChatRequest, index: int) -> None:
-        self._tokenizer, self._request, self._index = tokenizer, request, index
-        self._progress = _Progress()
-
-    def write(self, result: RequestOutput, part: CompletionOutput, streaming: bool) -> ChatChoice | None:
-        if not part.token_ids and not part.finished:
-            return None  # the prompt is still being read
-        request, first = self._request, not self._progress.begun
-        text, ids, new = self._progress.take(part)
-        if not (text or first or part.finished or (ids and (request.logprobs or request.return_token_ids))):
-            return None
-        self._progress.begun = True
-        role = "assistant" if first else UNSET
-        message = Message(role, text)  # type: ignore[arg-type]
-        choice = ChatChoice(index=self._index, finish_reason=_reason(part), stop_reason=part.stop_reason)
-        if streaming:
-            choice.delta = message
-        else:
-            choice.message = message
-        if part.logprobs is not None:
-            choice.logprobs = chat_logprobs(self._tokenizer, ids, part.logprobs[new], request.top_logprobs or 0)
-        _add_extras(choice, request, result, ids, first, streaming)
-        return choice
-
-
-def _add_extras(
-    choice: Choice,
-    request: CompletionRequest | ChatRequest,
-    result: RequestOutput,
-    ids: list[int],
-    first: bool,
-    streaming: bool,
-) -> None:
-    if request.return_token_ids:
-        choice.token_ids = ids
-        if first:
-            choice.prompt_token_ids = result.prompt_token_ids
-    if request.prompt_logprobs is not None and not streaming:
-        choice.prompt_logprobs = result.prompt_logprobs or []
 
 
 class Choices:

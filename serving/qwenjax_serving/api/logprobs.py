@@ -12,11 +12,12 @@ _LEAST = -9999.0  # OpenAI's and vLLM's minus infinity, which JSON lacks
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], top: int
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], top: int
 ) -> ChatLogprobs:
     """logprobs: per token, the token's own first, then the most likely. top: how many of those to report."""
     content = []
     for token, entries in zip(token_ids, logprobs, strict=True):
+        assert entries is not None  # as only a prompt's first are
         best = sorted(entries.items(), key=lambda item: -item[1].logprob)[:top]
         drawn = _top(tokenizer, token, entries[token])
         likely = [_top(tokenizer, other, entry) for other, entry in best]

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from qwenjax.outputs import Logprob
+from qwenjax.outputs import FinishReason, Logprob
 
 PromptLogprobs = list[dict[int, Logprob] | None]
 
@@ -56,7 +56,7 @@ class CompletionChoice(Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -75,7 +75,7 @@ class ChatChoice(Struct, kw_only=True):
     message: Message | UnsetType = UNSET
     delta: Message | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
