@@ -1,7 +1,8 @@
-"""MXFP8 weights and rows in the tiles that the Blackwell kernels read: the pytrees, and the ways there and back.
+"""MXFP8 weights and rows in the tiles that the Blackwell kernels read, there and back.
 
-`qwenjax_kernels.block_scaled` defines the bytes of a tile. All of this is plain jnp: it runs anywhere, and weights are
-packed once, at load, exact to the bit. Rows are quantised as `activations.quantise_activations` does for "mxfp8".
+`qwenjax_kernels.block_scaled` defines the bytes of a tile. All of this is plain jnp and runs anywhere. Weights keep
+every bit (`packing` calls these functions for its layout "block_scaled"); rows are quantised as
+`activations.quantise_activations` does for "mxfp8".
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.activations import quantise_mxfp8
-from qwenjax_ffi.packing import RowOrder
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, decode
 from qwenjax_kernels import block_scaled
 from qwenjax_kernels.block_scaled import BLOCKS, MIN_SCALE, SCALE_TILE_ROWS, TILE_K, WEIGHT_ROWS
@@ -22,30 +22,6 @@ from qwenjax_kernels.block_scaled import BLOCKS, MIN_SCALE, SCALE_TILE_ROWS, TIL
 _UNIT_SCALE = 127  # 2^0, the scale of a weight's padding
 _LINES, _CHUNKS, _CHUNK = 8, 8, 16  # of the 128-byte swizzle: eight lines of eight chunks of 16 bytes
 _SCALE_LINES = 32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BlockScaledWeight:
-    """An MXFP8 weight as the Blackwell kernels read it.
-
-    data: uint8 [..., row tiles, k tiles, 16896], see `qwenjax_kernels.block_scaled`.
-    out_features, in_features: the last two axes of the logical weight.
-    row_order: "plain", or "gate_up" where tiles of gate rows and of up rows take turns, for the fused SwiGLU.
-    """
-
-    data: jax.Array
-    out_features: int = field(metadata={"static": True})
-    in_features: int = field(metadata={"static": True})
-    row_order: RowOrder = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.data.shape[:-3], self.out_features, self.in_features)
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim - 1
 
 
 @jax.tree_util.register_dataclass
@@ -69,16 +45,10 @@ class BlockScaledRows:
         return self.rows, self.features
 
 
-def weight_shape(shape: tuple[int, ...], row_order: RowOrder) -> tuple[int, ...]:
-    """The shape of `BlockScaledWeight.data` for a logical weight [..., out, in]; checks that it can be packed."""
-    *lead, rows, k = shape
-    if k % MX_BLOCK:
-        raise ValueError(f"the contraction has {k} elements; MXFP8 needs a multiple of {MX_BLOCK}")
-    gate_up = row_order == "gate_up"
-    if gate_up and rows % 2:
-        raise ValueError(f"gate and up have {rows} rows together; they must be as many each")
-    tiles = block_scaled.weight_row_tiles(rows // 2 if gate_up else rows, gate_up)
-    return (*lead, tiles, block_scaled.k_tiles(k), block_scaled.tile_bytes(WEIGHT_ROWS))
+def weight_tiles_shape(out_features: int, in_features: int, gate_up: bool) -> tuple[int, int, int]:
+    """[row tiles, k tiles, 16896] of a weight [out, in]."""
+    tiles = block_scaled.weight_row_tiles(out_features // 2 if gate_up else out_features, gate_up)
+    return tiles, block_scaled.k_tiles(in_features), block_scaled.tile_bytes(WEIGHT_ROWS)
 
 
 def rows_shape(rows: int, features: int, num_groups: int, tile_rows: int) -> tuple[int, int, int]:
@@ -89,42 +59,19 @@ def rows_shape(rows: int, features: int, num_groups: int, tile_rows: int) -> tup
     return tiles, block_scaled.k_tiles(features), block_scaled.tile_bytes(tile_rows)
 
 
-def empty_weight(shape: tuple[int, ...], row_order: RowOrder) -> BlockScaledWeight:
-    """A packed weight of zero bytes for a logical weight [..., out, in], to be filled by `pack_weight_into`."""
-    return BlockScaledWeight(jnp.zeros(weight_shape(shape, row_order), jnp.uint8), shape[-2], shape[-1], row_order)
-
-
-@functools.partial(jax.jit, static_argnames="row_order")
-def pack_weight(weight: MXFP8Weight, row_order: RowOrder = "plain") -> BlockScaledWeight:
-    """Packs a weight [..., out, in]; "gate_up" takes gate rows first, then up rows, as checkpoints are read."""
-    weight_shape(weight.shape, row_order)
+def pack_weight(weight: MXFP8Weight, gate_up: bool = False) -> jax.Array:
+    """uint8 [..., row tiles, k tiles, 16896] of a weight [..., out, in]; gate_up: gate rows first, then up rows."""
     elements = jax.lax.bitcast_convert_type(weight.elements, jnp.uint8)
-    elements = _to_row_tiles(elements, row_order, TILE_K, 0)
-    scales = _to_row_tiles(weight.scales, row_order, BLOCKS, _UNIT_SCALE)
-    return BlockScaledWeight(_to_tiles(elements, scales), weight.shape[-2], weight.shape[-1], row_order)
+    elements = _to_row_tiles(elements, gate_up, TILE_K, 0)
+    return _to_tiles(elements, _to_row_tiles(weight.scales, gate_up, BLOCKS, _UNIT_SCALE))
 
 
-@jax.jit
-def unpack_weight(packed: BlockScaledWeight) -> MXFP8Weight:
-    """The logical weight of a packed one."""
-    elements, scales = _from_tiles(packed.data, WEIGHT_ROWS)
-    elements = _from_row_tiles(elements, packed, packed.in_features)
-    scales = _from_row_tiles(scales, packed, packed.in_features // MX_BLOCK)
+def unpack_weight(data: jax.Array, out_features: int, in_features: int, gate_up: bool = False) -> MXFP8Weight:
+    """The logical weight [..., out, in] of its tiles."""
+    elements, scales = _from_tiles(data, WEIGHT_ROWS)
+    elements = _from_row_tiles(elements, gate_up, out_features, in_features)
+    scales = _from_row_tiles(scales, gate_up, out_features, in_features // MX_BLOCK)
     return MXFP8Weight(jax.lax.bitcast_convert_type(elements, jnp.float8_e4m3fn), scales)
-
-
-@functools.partial(jax.jit, donate_argnames="packed")
-def pack_weight_into(packed: BlockScaledWeight, weight: MXFP8Weight, layer: jax.Array) -> BlockScaledWeight:
-    """Packs one layer's weight [groups, out, in] into a stack [layers, groups, ...], which is donated.
-
-    layer: int32 scalar. Filling an `empty_weight` stack so, as the layers are read, never holds more than one layer
-    beside the stack.
-    """
-    if weight.shape != packed.shape[1:]:
-        raise ValueError(f"a layer of shape {weight.shape} does not fit a stack of shape {packed.shape}")
-    one = pack_weight(weight, packed.row_order)
-    data = jax.lax.dynamic_update_index_in_dim(packed.data, one.data, layer, 0)
-    return BlockScaledWeight(data, packed.out_features, packed.in_features, packed.row_order)
 
 
 def row_places(group_sizes: jax.Array, rows: int, tile_rows: int) -> jax.Array:
@@ -205,10 +152,10 @@ def _from_tiles(data: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     return elements.reshape(*lead, rows, -1), scales.reshape(*lead, rows, -1)
 
 
-def _to_row_tiles(x: jax.Array, row_order: RowOrder, columns: int, fill: int) -> jax.Array:
+def _to_row_tiles(x: jax.Array, gate_up: bool, columns: int, fill: int) -> jax.Array:
     """[..., out, columns in all] as [..., row tile, 128, k tile, columns], padded: `block_scaled.weight_row`."""
     *lead, rows, width = x.shape
-    parts = jnp.split(x, 2, axis=-2) if row_order == "gate_up" else [x]
+    parts = jnp.split(x, 2, axis=-2) if gate_up else [x]
     pad = [(0, 0)] * len(lead) + [(0, -(rows // len(parts)) % WEIGHT_ROWS), (0, -width % columns)]
     tiles = [
         jnp.pad(part, pad, constant_values=fill).reshape(*lead, -1, WEIGHT_ROWS, -(-width // columns), columns)
@@ -218,10 +165,10 @@ def _to_row_tiles(x: jax.Array, row_order: RowOrder, columns: int, fill: int) ->
     return taking_turns.reshape(*lead, -1, *taking_turns.shape[-3:])
 
 
-def _from_row_tiles(x: jax.Array, packed: BlockScaledWeight, columns: int) -> jax.Array:
-    """The way back of `_to_row_tiles`, without the padding: [..., out, columns]."""
+def _from_row_tiles(x: jax.Array, gate_up: bool, rows: int, columns: int) -> jax.Array:
+    """The way back of `_to_row_tiles`, without the padding: [..., rows, columns]."""
     *lead, _, _, width = x.shape
-    parts = 2 if packed.row_order == "gate_up" else 1
+    parts = 2 if gate_up else 1
     x = jnp.moveaxis(x.reshape(*lead, -1, parts, WEIGHT_ROWS, width), -3, -4)
-    x = x.reshape(*lead, parts, -1, width)[..., : packed.out_features // parts, :columns]
-    return x.reshape(*lead, packed.out_features, columns)
+    x = x.reshape(*lead, parts, -1, width)[..., : rows // parts, :columns]
+    return x.reshape(*lead, rows, columns)

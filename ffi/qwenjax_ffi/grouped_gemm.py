@@ -3,24 +3,30 @@
 Rows are sorted by group; group e has group_sizes[e] of them (int32, on device, any of them 0). Rows at and after
 sum(group_sizes) are padding: kernels neither read nor write them, the references return zeros there.
 
-Each takes `implementation`: "auto" runs the kernel of qwenjax_ffi.grouped_gemm_kernel where the weight is packed for it
-and the GPU is one that it is for, else the reference; see qwenjax_ffi.implementation.
+Each takes `implementation`: "auto" runs the kernel of qwenjax_ffi.grouped_gemm_kernel (Hopper) or of
+qwenjax_ffi.grouped_gemm_blackwell where the weight is packed for it and the GPU is one that it is for, else the
+reference; see qwenjax_ffi.implementation. The Blackwell kernels multiply quantised rows, which is never chosen here:
+they run with activation_format "mxfp8" alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import grouped_gemm_blackwell as blackwell
 from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
+from qwenjax_ffi.blackwell_packing import BlockScaledRows, pack_rows, unpack_rows
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, RowOrder, unpack
 from qwenjax_ffi.row_blocks import RowBlocks
 from qwenjax_ffi.weights import Weight, decode, select_layer
+from qwenjax_kernels.tiles_sm100 import choose_tile_rows
 
 
 def grouped_gemm(
@@ -40,7 +46,7 @@ def grouped_gemm(
     """
     _check_groups(group_sizes, weight, layer, x.shape[1])
     if _use_kernel(weight, "grouped_gemm", implementation, x, activation_format, "plain"):
-        return kernel.grouped_gemm(x, group_sizes, weight, layer, out_dtype=out_dtype)
+        return _kernels(weight).grouped_gemm(x, group_sizes, weight, layer, out_dtype=out_dtype)
     weight, layer = _plain(weight, layer)
     x = quantise_activations(x, activation_format)
 
@@ -59,15 +65,17 @@ def moe_gate_up(
     *,
     activation_format: ActivationFormat = "model",
     implementation: Implementation = "auto",
-) -> jax.Array:
+) -> jax.Array | BlockScaledRows:
     """silu(gate) * up of each row's expert, with x gathered by row.
 
     x: [tokens, in]; row_token: int32 [rows]; w13: [groups, 2 * width, in] or [layers, groups, 2 * width, in], gate
-    rows first. Returns [rows, width] of x's dtype; gate, up and their product are float32 until then.
+    rows first. Returns [rows, width] of x's dtype; gate, up and their product are float32 until then. Where w13 is
+    packed as "block_scaled" and activation_format is "mxfp8", the result is quantised too, as moe_down would do.
     """
     _check_groups(group_sizes, w13, layer, x.shape[1])
     if _use_kernel(w13, "moe_gate_up", implementation, x, activation_format, "gate_up"):
-        return kernel.moe_gate_up(x, row_token, group_sizes, w13, layer)
+        return _kernels(w13).moe_gate_up(x, row_token, group_sizes, w13, layer)
+    quantises = _is_block_scaled(w13) and activation_format == "mxfp8"
     w13, layer = _plain(w13, layer)
     x = quantise_activations(x, activation_format)
 
@@ -75,11 +83,12 @@ def moe_gate_up(
         gate, up = jnp.split(_rows_times(x[row_token[rows]], w13, layer, group), 2, axis=-1)
         return jax.nn.silu(gate) * up
 
-    return _by_blocks(block, row_token.shape[0], w13.shape[-2] // 2, group_sizes, x.dtype)
+    h = _by_blocks(block, row_token.shape[0], w13.shape[-2] // 2, group_sizes, x.dtype)
+    return pack_rows(h, group_sizes, choose_tile_rows(h.shape[0], group_sizes.shape[0])) if quantises else h
 
 
 def moe_down(
-    h: jax.Array,
+    h: jax.Array | BlockScaledRows,
     group_sizes: jax.Array,
     w2: AnyWeight,
     row_weight: jax.Array,
@@ -91,18 +100,20 @@ def moe_down(
     """The down projection of each row's expert, times the row's routing weight.
 
     h: [rows, width]; w2: [groups, out, width] or [layers, groups, out, width]; row_weight: float32 [rows].
-    Returns [rows, out] of h's dtype, rounded once, after the weight.
+    Returns [rows, out] of h's dtype, rounded once, after the weight. Quantised rows are of activation_format "mxfp8".
     """
+    if isinstance(h, BlockScaledRows) and activation_format != "mxfp8":
+        raise ValueError(f"the rows are quantised to MXFP8, and activation_format is {activation_format!r}")
     _check_groups(group_sizes, w2, layer, h.shape[1])
     if _use_kernel(w2, "moe_down", implementation, h, activation_format, "plain"):
-        return kernel.moe_down(h, group_sizes, w2, row_weight, layer)
+        return _kernels(w2).moe_down(h, group_sizes, w2, row_weight, layer)
     w2, layer = _plain(w2, layer)
-    h = quantise_activations(h, activation_format)
+    x = unpack_rows(h, group_sizes) if isinstance(h, BlockScaledRows) else quantise_activations(h, activation_format)
 
     def block(rows: jax.Array, group: jax.Array) -> jax.Array:
-        return _rows_times(h[rows], w2, layer, group) * row_weight[rows][:, None]
+        return _rows_times(x[rows], w2, layer, group) * row_weight[rows][:, None]
 
-    return _by_blocks(block, h.shape[0], w2.shape[-2], group_sizes, h.dtype)
+    return _by_blocks(block, x.shape[0], w2.shape[-2], group_sizes, x.dtype)
 
 
 def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
@@ -124,11 +135,20 @@ def _use_kernel(
     weight: AnyWeight,
     op: str,
     implementation: Implementation,
-    x: jax.Array,
+    x: jax.Array | BlockScaledRows,
     activation_format: ActivationFormat,
     row_order: RowOrder,
 ) -> TypeGuard[PackedMXFP8Weight]:
-    return choose(op, implementation, kernel.unavailable(x, weight, row_order, activation_format)) == "kernel"
+    unavailable = _kernels(weight).unavailable(x, weight, row_order, activation_format)
+    return choose(op, implementation, unavailable) == "kernel"
+
+
+def _kernels(weight: AnyWeight) -> ModuleType:
+    return blackwell if _is_block_scaled(weight) else kernel
+
+
+def _is_block_scaled(weight: AnyWeight) -> bool:
+    return isinstance(weight, PackedMXFP8Weight) and weight.layout == "block_scaled"
 
 
 def _plain(weight: AnyWeight, layer: jax.Array | int | None) -> tuple[Weight, jax.Array | int | None]:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.blackwell_packing import BlockScaledRows, BlockScaledWeight, rows_shape
-from qwenjax_ffi.packing import RowOrder
+from qwenjax_ffi.blackwell_packing import BlockScaledRows, rows_shape
+from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder
 from qwenjax_kernels.tiles import Epilogue
 from qwenjax_kernels.tiles_sm100 import choose_tile_rows
 
@@ -27,17 +27,25 @@ B200_SMS = 148  # the blocks of a launch; GB200 has 152: right with any number, 
 CAPABILITIES = ("10.0", "10.3")
 
 
-def unavailable(weight: BlockScaledWeight, row_order: RowOrder, activation_format: ActivationFormat) -> str | None:
-    """Why the kernel cannot multiply with this weight on this machine; None where it can."""
-    if weight.row_order != row_order:
-        return f"the weight is packed for {weight.row_order!r}, this operation needs {row_order!r}"
+def unavailable(
+    x: jax.Array | BlockScaledRows,
+    weight: PackedMXFP8Weight,
+    row_order: RowOrder = "plain",
+    activation_format: ActivationFormat = "mxfp8",
+) -> str | None:
+    """Why no kernel can take these arguments on this machine; None where one can."""
     if activation_format != "mxfp8":
         return f"the kernel multiplies MXFP8 rows: it needs activation_format='mxfp8', not {activation_format!r}"
-    return _machine_unavailable()
+    if weight.row_order != row_order:
+        return f"the weight is packed for {weight.row_order!r}, this operation needs {row_order!r}"
+    if x.dtype != jnp.bfloat16:
+        return f"the rows are {x.dtype}, the kernel takes bfloat16"
+    return machine_unavailable()
 
 
 @functools.cache
-def _machine_unavailable() -> str | None:
+def machine_unavailable() -> str | None:
+    """Why the kernels cannot run on this machine; None where they can."""
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
     if importlib.util.find_spec("cutlass") is None:
@@ -79,37 +87,56 @@ def quantise_rows(
 
 
 def grouped_gemm(
-    rows: BlockScaledRows,
+    x: jax.Array | BlockScaledRows,
     group_sizes: jax.Array,
-    weight: BlockScaledWeight,
+    weight: PackedMXFP8Weight,
     layer: jax.Array | int | None = None,
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """y[r] = weight[group of r] @ rows[r]; out_dtype is bfloat16 (default) or float32."""
-    dtype = jnp.dtype(out_dtype or jnp.bfloat16)
-    return _call("plain", rows, weight, group_sizes, None, layer, dtype)
+    """y[r] = weight[group of r] @ x[r]. Shapes as in the reference; out_dtype is bfloat16 (default) or float32."""
+    _check("plain", weight, group_sizes, layer, x.shape[1])
+    return _call("plain", _rows(x, group_sizes), weight, group_sizes, None, layer, jnp.dtype(out_dtype or x.dtype))
 
 
 def moe_gate_up(
-    rows: BlockScaledRows, group_sizes: jax.Array, w13: BlockScaledWeight, layer: jax.Array | int | None = None
+    x: jax.Array | BlockScaledRows,
+    row_token: jax.Array | None,
+    group_sizes: jax.Array,
+    w13: PackedMXFP8Weight,
+    layer: jax.Array | int | None = None,
 ) -> BlockScaledRows:
-    """silu(gate) * up of each row's expert, rounded to bfloat16 and that to MXFP8, in `moe_down`'s tiles."""
-    width = w13.out_features // 2
+    """silu(gate) * up of each row's expert, with x gathered by row, rounded to bfloat16 and that to MXFP8.
+
+    Shapes as in the reference. x may also be the rows themselves, gathered and quantised, with row_token None.
+    """
+    _check("swiglu", w13, group_sizes, layer, x.shape[1])
+    rows = _rows(x, group_sizes, row_token)
     data = _call("swiglu", rows, w13, group_sizes, None, layer, jnp.dtype(jnp.uint8))
-    return BlockScaledRows(data, rows.rows, width, rows.tile_rows, jnp.dtype(jnp.bfloat16))
+    return BlockScaledRows(data, rows.rows, w13.out_features // 2, rows.tile_rows, rows.dtype)
 
 
 def moe_down(
-    rows: BlockScaledRows,
+    h: jax.Array | BlockScaledRows,
     group_sizes: jax.Array,
-    w2: BlockScaledWeight,
+    w2: PackedMXFP8Weight,
     row_weight: jax.Array,
     layer: jax.Array | int | None = None,
 ) -> jax.Array:
-    """The down projection of each row's expert, times the row's routing weight: bfloat16 [rows, out]."""
-    _check_vector("row_weight", row_weight, rows.rows, jnp.float32)
-    return _call("row_weight", rows, w2, group_sizes, row_weight, layer, jnp.dtype(jnp.bfloat16))
+    """The down projection of each row's expert, times the row's routing weight. Shapes as in the reference."""
+    _check("row_weight", w2, group_sizes, layer, h.shape[1])
+    _check_vector("row_weight", row_weight, h.shape[0], jnp.float32)
+    return _call("row_weight", _rows(h, group_sizes), w2, group_sizes, row_weight, layer, jnp.dtype(h.dtype))
+
+
+def _rows(
+    x: jax.Array | BlockScaledRows, group_sizes: jax.Array, row_token: jax.Array | None = None
+) -> BlockScaledRows:
+    if not isinstance(x, BlockScaledRows):
+        return quantise_rows(x, group_sizes, row_token)
+    if row_token is not None:
+        raise ValueError("rows that are quantised have been gathered; row_token must be None")
+    return x
 
 
 def _check_vector(name: str, value: jax.Array, size: int, dtype: Any) -> None:
@@ -117,29 +144,46 @@ def _check_vector(name: str, value: jax.Array, size: int, dtype: Any) -> None:
         raise ValueError(f"{name} is {value.dtype}{list(value.shape)}; it must be {jnp.dtype(dtype)}[{size}]")
 
 
-def _call(
+def _row_order(epilogue: Epilogue) -> RowOrder:
+    return "gate_up" if epilogue == "swiglu" else "plain"
+
+
+def _check(
     epilogue: Epilogue,
-    rows: BlockScaledRows,
-    weight: BlockScaledWeight,
+    weight: PackedMXFP8Weight,
     group_sizes: jax.Array,
-    row_weight: jax.Array | None,
     layer: jax.Array | int | None,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    row_order: RowOrder = "gate_up" if epilogue == "swiglu" else "plain"
-    if not isinstance(weight, BlockScaledWeight) or weight.row_order != row_order:
-        raise TypeError(f"the {epilogue} kernel takes a BlockScaledWeight of row order {row_order!r}, not {weight!r}")
-    if not isinstance(rows, BlockScaledRows):
-        raise TypeError(f"the {epilogue} kernel takes BlockScaledRows, not {type(rows).__name__}: see quantise_rows")
+    features: int,
+) -> None:
+    """Raises for a weight that the kernel does not take, before any row is quantised for it."""
+    wanted = (_row_order(epilogue), "block_scaled")
+    if not isinstance(weight, PackedMXFP8Weight) or (weight.row_order, weight.layout) != wanted:
+        raise TypeError(
+            f"the {epilogue} kernel takes a PackedMXFP8Weight of row order {wanted[0]!r} and layout {wanted[1]!r}, "
+            f"not {weight!r}"
+        )
+    if weight.parts != (1, 1):
+        raise ValueError(f"weight is packed in {weight.parts} parts, one for each rank; the kernel takes a rank's own")
     dims = 3 if layer is None else 4
     if weight.ndim != dims:
         raise ValueError(
             f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes"
         )
+    _check_vector("group_sizes", group_sizes, weight.shape[-3], jnp.int32)
+    if features != weight.in_features:
+        raise ValueError(f"the rows have {features} features, the weight contracts {weight.in_features}")
+
+
+def _call(
+    epilogue: Epilogue,
+    rows: BlockScaledRows,
+    weight: PackedMXFP8Weight,
+    group_sizes: jax.Array,
+    row_weight: jax.Array | None,
+    layer: jax.Array | int | None,
+    dtype: jnp.dtype,
+) -> jax.Array:
     num_groups = weight.shape[-3]
-    _check_vector("group_sizes", group_sizes, num_groups, jnp.int32)
-    if rows.features != weight.in_features:
-        raise ValueError(f"the rows have {rows.features} features, the weight contracts {weight.in_features}")
     expected = rows_shape(rows.rows, rows.features, num_groups, rows.tile_rows)
     if rows.data.shape != expected or rows.data.dtype != jnp.uint8:
         raise ValueError(

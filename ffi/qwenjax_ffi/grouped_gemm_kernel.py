@@ -140,6 +140,8 @@ def _call(
     row_order: RowOrder = "gate_up" if epilogue == "swiglu" else "plain"
     if not isinstance(weight, PackedMXFP8Weight) or weight.row_order != row_order:
         raise TypeError(f"the {epilogue} kernel takes a PackedMXFP8Weight of row order {row_order!r}, not {weight!r}")
+    if weight.layout != "fragments":
+        raise TypeError(f"the kernel takes a PackedMXFP8Weight of layout 'fragments', not {weight.layout!r}")
     if weight.parts != (1, 1):
         raise ValueError(f"weight is packed in {weight.parts} parts, one for each rank; the kernel takes a rank's own")
     dims = 3 if layer is None else 4

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import grouped_gemm_blackwell as blackwell
 from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
 from qwenjax_ffi.implementation import Implementation, choose
@@ -33,9 +35,11 @@ def linear(
     is one that it is for, else the reference, which is XLA's own matmul; see qwenjax_ffi.implementation.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if choose("linear", implementation, kernel.unavailable(x, weight, activation_format=activation_format)) == "kernel":
+    kernels = blackwell if isinstance(weight, PackedMXFP8Weight) and weight.layout == "block_scaled" else kernel
+    unavailable = kernels.unavailable(x, weight, activation_format=activation_format)
+    if choose("linear", implementation, unavailable) == "kernel":
         assert isinstance(weight, PackedMXFP8Weight)
-        y = _one_group(x, weight, layer, dtype if bias is None else jnp.dtype(jnp.float32))
+        y = _one_group(kernels, x, weight, layer, dtype if bias is None else jnp.dtype(jnp.float32))
     else:
         x = quantise_activations(x, activation_format)
         matrix = decode(_plain(select_layer(weight, layer)), x.dtype)
@@ -47,11 +51,13 @@ def linear(
     return y.astype(dtype)
 
 
-def _one_group(x: jax.Array, weight: PackedMXFP8Weight, layer: jax.Array | int | None, dtype: jnp.dtype) -> jax.Array:
+def _one_group(
+    kernels: ModuleType, x: jax.Array, weight: PackedMXFP8Weight, layer: jax.Array | int | None, dtype: jnp.dtype
+) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
     sizes = jnp.full(1, rows.shape[0], jnp.int32)
     one = replace(weight, data=jnp.expand_dims(weight.data, -4))
-    return kernel.grouped_gemm(rows, sizes, one, layer, out_dtype=dtype).reshape(*x.shape[:-1], -1)
+    return kernels.grouped_gemm(rows, sizes, one, layer, out_dtype=dtype).reshape(*x.shape[:-1], -1)
 
 
 def _plain(weight: AnyWeight) -> Weight:

@@ -1,7 +1,9 @@
 """MXFP8 weights in the order that the grouped GEMM kernels read: the pytree, and the way there and back.
 
-Packing is done once, at load. `qwenjax_kernels.fragments` defines the bytes of a unit; `pack` and `unpack` are plain
-jnp, so that they run anywhere and shard over the leading axes, and the round trip is exact to the bit.
+Packing is done once, at load. `pack` and `unpack` are plain jnp, so that they run anywhere and shard over the leading
+axes, and the round trip is exact to the bit. There are two layouts: "fragments", which the Hopper kernel reads
+(`qwenjax_kernels.fragments` defines the bytes of a unit), and "block_scaled", for Blackwell
+(`qwenjax_kernels.block_scaled`, its tiles are the units).
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import blackwell_packing
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight
 from qwenjax_kernels import fragments
 
 RowOrder = Literal["plain", "gate_up"]
+PackedLayout = Literal["fragments", "block_scaled"]
 
 _UNIT_SCALE = 127  # 2^0, the scale of padding
 _NAN_SCALE = 255
@@ -29,7 +33,7 @@ _STEPS = 2  # k16 steps of an MX block
 class PackedMXFP8Weight:
     """An MXFP8 weight as the kernels read it.
 
-    data: uint8 [..., row units, k units, 8448], see `qwenjax_kernels.fragments`.
+    data: uint8 [..., row units, k units, 8448] of the layout "fragments", 16896 of "block_scaled".
     part_out, part_in: the last two axes of a part. A weight whose rows or columns are split over ranks is packed part
     by part, each rank its own, so that the split falls between units and a rank's share is a packed weight by itself.
     row_order: "plain", or "gate_up" where a gate row and its up row are neighbours, for the fused SwiGLU.
@@ -39,11 +43,12 @@ class PackedMXFP8Weight:
     part_out: int = field(metadata={"static": True})
     part_in: int = field(metadata={"static": True})
     row_order: RowOrder = field(metadata={"static": True})
+    layout: PackedLayout = field(default="fragments", metadata={"static": True})
 
     @property
     def parts(self) -> tuple[int, int]:
         """Into how many parts the rows and the columns are split."""
-        row_units, k_units, _ = packed_shape((self.part_out, self.part_in), self.row_order)
+        row_units, k_units, _ = packed_shape((self.part_out, self.part_in), self.row_order, self.layout)
         return self.data.shape[-3] // row_units, self.data.shape[-2] // k_units
 
     @property
@@ -70,31 +75,38 @@ class PackedMXFP8Weight:
 AnyWeight = Weight | PackedMXFP8Weight
 
 
-def packed_shape(shape: tuple[int, ...], row_order: RowOrder) -> tuple[int, ...]:
+def packed_shape(shape: tuple[int, ...], row_order: RowOrder, layout: PackedLayout = "fragments") -> tuple[int, ...]:
     """The shape of `PackedMXFP8Weight.data` for a logical weight [..., out, in]; checks that it can be packed."""
     *lead, rows, k = shape
     if k % MX_BLOCK:
         raise ValueError(f"the contraction has {k} elements; MXFP8 needs a multiple of {MX_BLOCK}")
-    if row_order == "gate_up":
-        if rows % 2:
-            raise ValueError(f"gate and up have {rows} rows together; they must be as many each")
+    gate_up = row_order == "gate_up"
+    if gate_up and rows % 2:
+        raise ValueError(f"gate and up have {rows} rows together; they must be as many each")
+    if layout == "block_scaled":
+        return (*lead, *blackwell_packing.weight_tiles_shape(rows, k, gate_up))
+    if gate_up:
         rows = 2 * _round_up(rows // 2, fragments.UNIT_ROWS // 2)
     return (*lead, *fragments.units(rows, k), fragments.UNIT_BYTES)
 
 
-def empty_packed(shape: tuple[int, ...], row_order: RowOrder) -> PackedMXFP8Weight:
+def empty_packed(shape: tuple[int, ...], row_order: RowOrder, layout: PackedLayout = "fragments") -> PackedMXFP8Weight:
     """A packed weight of zero bytes for a logical weight [..., out, in], to be filled by `pack_into`."""
-    return PackedMXFP8Weight(jnp.zeros(packed_shape(shape, row_order), jnp.uint8), shape[-2], shape[-1], row_order)
+    data = jnp.zeros(packed_shape(shape, row_order, layout), jnp.uint8)
+    return PackedMXFP8Weight(data, shape[-2], shape[-1], row_order, layout)
 
 
-@functools.partial(jax.jit, static_argnames="row_order")
-def pack(weight: MXFP8Weight, row_order: RowOrder = "plain") -> PackedMXFP8Weight:
+@functools.partial(jax.jit, static_argnames=("row_order", "layout"))
+def pack(weight: MXFP8Weight, row_order: RowOrder = "plain", layout: PackedLayout = "fragments") -> PackedMXFP8Weight:
     """Packs a weight [..., out, in]; "gate_up" takes gate rows first, then up rows, as checkpoints are read.
 
-    A block that holds a NaN element gets the NaN scale (255): the kernel knows no NaN elements, and one NaN in a
-    block makes NaN of every sum that the block enters anyhow. `unpack` gives back everything else to the bit.
+    In fragments, a block that holds a NaN element gets the NaN scale (255): that kernel knows no NaN elements, and one
+    NaN in a block makes NaN of every sum that the block enters anyhow. `unpack` gives back everything else to the bit.
     """
-    data_shape = packed_shape(weight.shape, row_order)
+    data_shape = packed_shape(weight.shape, row_order, layout)
+    if layout == "block_scaled":
+        data = blackwell_packing.pack_weight(weight, row_order == "gate_up")
+        return PackedMXFP8Weight(data, weight.shape[-2], weight.shape[-1], row_order, layout)
     lead, (row_units, k_units) = data_shape[:-3], data_shape[-3:-1]
     elements = jax.lax.bitcast_convert_type(weight.elements, jnp.uint8)
     blocks = elements.reshape(*elements.shape[:-1], -1, MX_BLOCK)
@@ -126,6 +138,10 @@ def unpack(packed: PackedMXFP8Weight) -> MXFP8Weight:
     if packed.parts != (1, 1):
         raise ValueError(
             f"the weight is packed in {packed.parts} parts, one for each rank; unpack them under shard_map"
+        )
+    if packed.layout == "block_scaled":
+        return blackwell_packing.unpack_weight(
+            packed.data, packed.part_out, packed.part_in, packed.row_order == "gate_up"
         )
     *lead, row_units, k_units, _ = packed.data.shape
     n = len(lead)
@@ -160,8 +176,8 @@ def pack_into(packed: PackedMXFP8Weight, weight: MXFP8Weight, layer: jax.Array) 
     layer: int32 scalar. Filling an `empty_packed` stack so, as the layers are read, never holds more than one layer
     beside the stack.
     """
-    one = pack(weight, packed.row_order)
-    if one.data.shape != packed.data.shape[1:]:
+    one = pack(weight, packed.row_order, packed.layout)
+    if weight.shape != packed.shape[1:]:
         raise ValueError(f"a layer of shape {weight.shape} does not fit a stack of shape {packed.shape}")
     return replace(packed, data=jax.lax.dynamic_update_index_in_dim(packed.data, one.data, layer, 0))
 

@@ -82,7 +82,7 @@ class _Shard:
             if self._layer_axes:
                 self.buffer = _pack_layer(self.buffer, whole, np.int32(layer))
             else:
-                self.buffer = pack(whole, self.buffer.row_order)
+                self.buffer = pack(whole, self.buffer.row_order, self.buffer.layout)
 
 
 class Filler:
@@ -252,7 +252,7 @@ def _zeros(shape: Any, local: tuple[int, ...], device: jax.Device) -> AnyWeight:
 
     def make() -> AnyWeight:
         if isinstance(shape, PackedMXFP8Weight):
-            return empty_packed(local, shape.row_order)
+            return empty_packed(local, shape.row_order, shape.layout)
         return jnp.zeros(local, shape.dtype)
 
     return jax.jit(make, out_shardings=SingleDeviceSharding(device))()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.checkpoint.fill import MAX_CHUNK_BYTES, Filler
 from qwenjax.checkpoint.mapping import EMBEDDING, MTP_PREFIX, TIED_HEAD, Piece, plan
-from qwenjax.checkpoint.packed import packs_here, with_packed
+from qwenjax.checkpoint.packed import default_activation_format, layout_for, packs_here, with_packed
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.safetensors import Checkpoint, CheckpointError
 from qwenjax.checkpoint.stored import Storage, StoredWeights, parse_quantization
@@ -25,6 +25,7 @@ from qwenjax.mesh import MeshError, divisors
 from qwenjax.model import abstract_model
 from qwenjax.quant.names import KINDS, kind_of
 from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
+from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def load_model(
     quantization: str | None = None,
     progress: bool = True,
     pack: bool | None = None,
+    activation_format: ActivationFormat | None = None,
 ) -> ShardedModel:
     """The checkpoint `model` (a folder or a Hugging Face repo id) on `mesh`, as `dtype` (default: config.json's).
 
@@ -52,6 +54,9 @@ def load_model(
     pack: whether MXFP8 parameters get the order that the GPU kernels read (default: where those run). Each layer is
     packed as soon as it is read whole, so that no more than two lie unpacked beside the packed ones.
 
+    activation_format: what the inputs of quantised layers are rounded to, see Qwen3Moe (default: "model", and on
+    Blackwell GPUs, for MXFP8 parameters, "mxfp8", which a warning says: their kernels multiply no others).
+
     Host memory beyond the parameters stays under twice the largest tensor of the files: tensors are read in chunks and
     written into their place in the stacked parameters. Raises ConfigError, CheckpointError or MeshError, each before
     any weight is read, save for a file that changes meanwhile and NonFiniteError where NaN meets the quantiser.
@@ -60,7 +65,7 @@ def load_model(
         raise ValueError(f"quantization is {quantization!r}; qwenjax quantises to 'mxfp8' as it loads, or not (None)")
     folder = resolve(model, revision)
     if (folder / ORBAX_PARAMETERS).is_dir():
-        return _restored(folder, mesh, dtype, quantization, pack)
+        return _restored(folder, mesh, dtype, quantization, pack, activation_format)
     config = ModelConfig.from_folder(folder)
     declared, block = parse_quantization(folder, config.quantization)
     checkpoint = Checkpoint(folder)
@@ -76,11 +81,15 @@ def load_model(
     if config.tie_word_embeddings and TIED_HEAD in checkpoint.tensors:
         _check_tied(checkpoint)
     names = _quantised_parameters(stored, pieces, all_linear=quantization == "mxfp8")
+    own_dtype = by_name(abstract)["norm"].dtype
+    kept_as = activation_format or default_activation_format(own_dtype, names)
+    if kept_as != "model":
+        graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
     abstract = with_mxfp8(abstract, names)
     placed, shapes = by_name(shardings(abstract, mesh)), by_name(abstract)
     check_blocks_divide(placed, shapes)
-    if packs_here(shapes["norm"].dtype) if pack is None else pack:
-        shapes = with_packed(shapes, placed)
+    if packs_here(own_dtype, kept_as) if pack is None else pack:
+        shapes = with_packed(shapes, placed, layout_for(kept_as))
     filler = Filler(stored, placed, shapes, progress)
     return ShardedModel(config, mesh, graphdef, from_names(abstract, filler.fill(pieces)))
 
@@ -101,7 +110,12 @@ def _names_head(checkpoint: Checkpoint) -> bool:
 
 
 def _restored(
-    folder: Path, mesh: Mesh, dtype: jnp.dtype | None, quantization: str | None, pack: bool | None
+    folder: Path,
+    mesh: Mesh,
+    dtype: jnp.dtype | None,
+    quantization: str | None,
+    pack: bool | None,
+    activation_format: ActivationFormat | None,
 ) -> ShardedModel:
     from qwenjax.checkpoint.orbax import restore_model  # here: it builds on this module
 
@@ -110,7 +124,7 @@ def _restored(
             f"{folder}: holds parameters as Orbax saved them, which are not quantised while loading; "
             "leave quantization out, and quantise with `qwenjax convert --output orbax`"
         )
-    return restore_model(folder, mesh, dtype, pack)
+    return restore_model(folder, mesh, dtype, pack, activation_format)
 
 
 def _quantised_parameters(stored: StoredWeights, pieces: list[Piece], all_linear: bool) -> set[str]:

@@ -19,12 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.checkpoint.load import ORBAX_PARAMETERS, check_blocks_divide, with_mxfp8
 from qwenjax.checkpoint.mapping import listing
-from qwenjax.checkpoint.packed import pack_model, packs_here, unpack_model
+from qwenjax.checkpoint.packed import default_activation_format, layout_for, pack_model, packs_here, unpack_model
 from qwenjax.checkpoint.safetensors import CheckpointError
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import MeshError
 from qwenjax.model import abstract_model
 from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
+from qwenjax_ffi.activations import ActivationFormat
 
 
 def save_model(model: ShardedModel, folder: str | Path) -> None:
@@ -50,14 +51,19 @@ def save_model(model: ShardedModel, folder: str | Path) -> None:
 
 
 def restore_model(
-    folder: str | Path, mesh: Mesh, dtype: jnp.dtype | None = None, pack: bool | None = None
+    folder: str | Path,
+    mesh: Mesh,
+    dtype: jnp.dtype | None = None,
+    pack: bool | None = None,
+    activation_format: ActivationFormat | None = None,
 ) -> ShardedModel:
     """The model that save_model wrote, on `mesh`, which may have another shape than the one it was saved from.
 
     Every rank reads its own shards into place, as `dtype` (default: as saved); MXFP8 parameters stay so, and are packed
-    as load_model says, here one parameter after the other when all are read. Raises ConfigError for a folder without a
-    config, MeshError where the model does not divide over the mesh, and CheckpointError, before any parameter is read,
-    for parameters that are missing, unknown or of another shape, or while reading for damaged files.
+    as load_model says, here one parameter after the other when all are read; activation_format as there. Raises
+    ConfigError for a folder without a config, MeshError where the model does not divide over the mesh, and
+    CheckpointError, before any parameter is read, for parameters that are missing, unknown or of another shape, or
+    while reading for damaged files.
     """
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
@@ -69,7 +75,11 @@ def restore_model(
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = dict(checkpointer.metadata(folder / ORBAX_PARAMETERS).item_metadata or {})
-            abstract = with_mxfp8(abstract, _quantised(stored) & by_name(abstract).keys())
+            names = _quantised(stored) & by_name(abstract).keys()
+            kept_as = activation_format or default_activation_format(by_name(abstract)["norm"].dtype, names)
+            if kept_as != "model":
+                graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
+            abstract = with_mxfp8(abstract, names)
             wanted, placed = by_name(abstract), by_name(shardings(abstract, mesh))
             _check_names_and_shapes(wanted, stored)
             check_blocks_divide(placed, wanted)
@@ -79,7 +89,9 @@ def restore_model(
     except Exception as error:  # as in save_model
         raise CheckpointError(f"{folder}: cannot be restored: {error}") from error
     model = ShardedModel(config, mesh, graphdef, from_names(abstract, arrays))
-    return pack_model(model) if (packs_here(model.dtype) if pack is None else pack) else model
+    if packs_here(model.dtype, kept_as) if pack is None else pack:
+        return pack_model(model, layout_for(kept_as))
+    return model
 
 
 def _quantised(stored: Mapping[str, Any]) -> set[str]:

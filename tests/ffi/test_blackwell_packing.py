@@ -13,19 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwenjax_ffi.activations import quantise_activations, quantise_mxfp8
-from qwenjax_ffi.blackwell_packing import (
-    BlockScaledWeight,
-    empty_weight,
-    pack_rows,
-    pack_weight,
-    pack_weight_into,
-    row_places,
-    rows_shape,
-    unpack_rows,
-    unpack_weight,
-    weight_shape,
-)
-from qwenjax_ffi.packing import RowOrder
+from qwenjax_ffi.blackwell_packing import pack_rows, row_places, rows_shape, unpack_rows
+from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, empty_packed, pack, pack_into, packed_shape, unpack
 from qwenjax_ffi.weights import MXFP8Weight, decode
 from qwenjax_kernels import block_scaled
 
@@ -57,10 +46,10 @@ def raw(x: Any) -> np.ndarray:
 @pytest.mark.parametrize(("order", "out", "k"), CASES)
 def test_round_trip_is_exact(order: RowOrder, out: int, k: int) -> None:
     weight = random_weight((2, 3, out, k))
-    packed = pack_weight(weight, order)
+    packed = pack(weight, order, "block_scaled")
     assert packed.shape == (2, 3, out, k)
-    assert packed.data.shape == weight_shape((2, 3, out, k), order)
-    back = unpack_weight(packed)
+    assert packed.data.shape == packed_shape((2, 3, out, k), order, "block_scaled")
+    back = unpack(packed)
     np.testing.assert_array_equal(raw(back.elements), raw(weight.elements))
     np.testing.assert_array_equal(raw(back.scales), raw(weight.scales))
 
@@ -69,7 +58,7 @@ def test_round_trip_is_exact(order: RowOrder, out: int, k: int) -> None:
 def test_every_byte_lies_where_the_definition_says(order: RowOrder, out: int, k: int) -> None:
     weight = random_weight((out, k))
     elements, scales = raw(weight.elements), raw(weight.scales)
-    data = np.asarray(pack_weight(weight, order).data)
+    data = np.asarray(pack(weight, order, "block_scaled").data)
     row_tiles, k_tiles, _ = data.shape
     gate_up = order == "gate_up"
     expected = np.zeros_like(data)
@@ -90,22 +79,23 @@ def test_every_byte_lies_where_the_definition_says(order: RowOrder, out: int, k:
 
 def test_layers_are_packed_into_a_donated_stack() -> None:
     layers = [random_weight((3, 192, 96), seed) for seed in range(3)]
-    stack = empty_weight((3, 3, 192, 96), "gate_up")
+    stack = empty_packed((3, 3, 192, 96), "gate_up", "block_scaled")
     for index, layer in enumerate(layers):
         before = stack.data
-        stack = pack_weight_into(stack, layer, jnp.int32(index))
+        stack = pack_into(stack, layer, jnp.int32(index))
         assert before.is_deleted()
     for index, layer in enumerate(layers):
-        np.testing.assert_array_equal(np.asarray(stack.data[index]), np.asarray(pack_weight(layer, "gate_up").data))
+        one = pack(layer, "gate_up", "block_scaled")
+        np.testing.assert_array_equal(np.asarray(stack.data[index]), np.asarray(one.data))
     with pytest.raises(ValueError, match=r"\(3, 64, 96\) does not fit a stack of shape \(3, 3, 192, 96\)"):
-        pack_weight_into(stack, random_weight((3, 64, 96)), jnp.int32(0))
+        pack_into(stack, random_weight((3, 64, 96)), jnp.int32(0))
 
 
 def test_shapes_that_cannot_be_packed_are_errors() -> None:
     with pytest.raises(ValueError, match="40 elements; MXFP8 needs a multiple of 32"):
-        weight_shape((64, 40), "plain")
+        packed_shape((64, 40), "plain", "block_scaled")
     with pytest.raises(ValueError, match="gate and up have 63 rows together"):
-        weight_shape((63, 64), "gate_up")
+        packed_shape((63, 64), "gate_up", "block_scaled")
     with pytest.raises(ValueError, match="40 features; MXFP8 needs a multiple of 32"):
         rows_shape(4, 40, 2, 16)
 
@@ -183,12 +173,24 @@ def test_every_row_lies_where_the_definition_says_and_comes_back(tile_rows: int)
     np.testing.assert_array_equal(back, expected)
 
 
+def test_a_weight_of_two_parts_is_each_ranks_own_side_by_side() -> None:
+    """Two ranks' rows, 96 each: a rank's share must be whole tiles."""
+    weight = random_weight((192, 64))
+    whole = jnp.concatenate([pack(weight[part], "plain", "block_scaled").data for part in (slice(96), slice(96, 192))])
+    packed = PackedMXFP8Weight(whole, 96, 64, "plain", "block_scaled")
+    assert packed.parts == (2, 1)
+    assert packed.shape == (192, 64)
+    with pytest.raises(ValueError, match=r"packed in \(2, 1\) parts"):
+        unpack(packed)
+
+
 def test_packed_weights_and_rows_are_pytrees_with_static_shapes() -> None:
-    leaves, tree = jax.tree.flatten(empty_weight((2, 64, 96), "plain"))
+    leaves, tree = jax.tree.flatten(empty_packed((2, 64, 96), "plain", "block_scaled"))
     assert [leaf.dtype for leaf in leaves] == [jnp.uint8]
     rebuilt = jax.tree.unflatten(tree, leaves)
-    assert isinstance(rebuilt, BlockScaledWeight)
+    assert isinstance(rebuilt, PackedMXFP8Weight)
     assert rebuilt.shape == (2, 64, 96)
+    assert rebuilt.layout == "block_scaled"
     rows = jax.eval_shape(lambda x: pack_rows(x, jnp.full(2, 4, jnp.int32), 16), jnp.ones((8, 64)))
     assert rows.shape == (8, 64)
     assert rows.dtype == jnp.float32

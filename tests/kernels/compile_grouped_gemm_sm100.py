@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import grouped_gemm_blackwell as blackwell
-from qwenjax_ffi.blackwell_packing import BlockScaledRows, BlockScaledWeight, rows_shape, weight_shape
-from qwenjax_ffi.packing import RowOrder
+from qwenjax_ffi.blackwell_packing import BlockScaledRows, rows_shape
+from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, packed_shape
 
 
 def lower(op: str, k: int, width: int, groups: int, rows: int, tile_rows: int, stacked: bool, blocks: int) -> None:
@@ -31,14 +31,15 @@ def lower(op: str, k: int, width: int, groups: int, rows: int, tile_rows: int, s
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    weight: Any = BlockScaledWeight(array(weight_shape(shape, order), jnp.uint8), shape[-2], k, order)
+    data = array(packed_shape(shape, order, "block_scaled"), jnp.uint8)
+    weight: Any = PackedMXFP8Weight(data, shape[-2], k, order, "block_scaled")
     tiles = array(rows_shape(rows, k, groups, tile_rows), jnp.uint8)
     packed: Any = BlockScaledRows(tiles, rows, k, tile_rows, jnp.dtype(jnp.bfloat16))
     sizes = array((groups,), jnp.int32)
     layer = array((1,), jnp.int32) if stacked else None
     dtype = jnp.bfloat16 if stacked else jnp.float32
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "moe_gate_up": (blackwell.moe_gate_up, (packed, sizes, weight, layer)),
+        "moe_gate_up": (blackwell.moe_gate_up, (packed, None, sizes, weight, layer)),
         "moe_down": (blackwell.moe_down, (packed, sizes, weight, array((rows,), jnp.float32), layer)),
         "grouped_gemm": (lambda *a: blackwell.grouped_gemm(*a, out_dtype=dtype), (packed, sizes, weight, layer)),
         "quantise_rows": (

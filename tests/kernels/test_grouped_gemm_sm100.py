@@ -166,7 +166,7 @@ def test_emulated_swiglu_is_quantised_to_the_tiles_of_the_reference(case: Case, 
     tiles, x = poisoned_tiles(jax.random.normal(jax.random.key(0), (rows, k), jnp.bfloat16), sizes, tile_rows)
     out = np.full(rows_shape(rows, width, groups, tile_rows), 0xAA, np.uint8)
     layer = [np.asarray([LAYER], np.int32)] if stacked else []
-    data = np.asarray(pack_weight(weight, "gate_up").data)
+    data = np.asarray(pack_weight(weight, gate_up=True))
     launch(compiled(case)[1], [tiles, data, np.asarray(sizes, np.int32), *layer, out], (1, 1))
 
     matrices = float64(decode(weight, jnp.float32))
@@ -186,7 +186,7 @@ def test_emulated_down_projection_equals_float64_and_nan_stays_with_its_expert(s
     poison = np.array(weight.scales)
     poison[1 - LAYER] = poison[LAYER, 1] = 255  # the other layer, and an expert without rows
     poison[LAYER, 3, 5, 2] = 255
-    data = np.asarray(pack_weight(MXFP8Weight(weight.elements, jnp.asarray(poison))).data)
+    data = np.asarray(pack_weight(MXFP8Weight(weight.elements, jnp.asarray(poison))))
     tiles, x = poisoned_tiles(jax.random.normal(jax.random.key(seed), (rows, k), jnp.bfloat16), SIZES, tile_rows)
     row_weight = np.random.default_rng(3).normal(size=rows).astype(np.float32)
     y = np.full((rows, width), np.nan, ml_dtypes.bfloat16)
@@ -210,7 +210,7 @@ def test_emulated_float32_result_equals_float64_with_tiles_spread_over_blocks() 
     weight = random_weight(4, (groups, width, k))
     tiles, x = poisoned_tiles(jax.random.normal(jax.random.key(0), (rows, k), jnp.bfloat16), sizes, tile_rows)
     y = np.full((rows, width), np.nan, np.float32)
-    data = np.asarray(pack_weight(weight).data)
+    data = np.asarray(pack_weight(weight))
     launch(compiled(PLAIN)[1], [tiles, data, np.asarray(sizes, np.int32), y], (blocks, 1))
     expected = grouped(x, sizes, float64(decode(weight, jnp.float32)))
     assert np.linalg.norm(y[: sum(sizes)] - expected) <= 1e-6 * np.linalg.norm(expected)
@@ -231,7 +231,7 @@ def test_the_emulator_notices_what_would_hang_or_fail_on_a_gpu(what: str, by: st
     assert changes == 1
     _, k, width, groups, rows, tile_rows, _, _ = DOWN
     tiles, _ = poisoned_tiles(jnp.ones((rows, k), jnp.bfloat16), SIZES, tile_rows)
-    data = np.asarray(pack_weight(random_weight(2, (2, groups, width, k))).data)
+    data = np.asarray(pack_weight(random_weight(2, (2, groups, width, k))))
     y = np.zeros((rows, width), ml_dtypes.bfloat16)
     sizes, factors, layer = np.asarray(SIZES, np.int32), np.ones(rows, np.float32), np.asarray([LAYER], np.int32)
     with pytest.raises(EmulationError, match=message):

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qwenjax.checkpoint.fill import _Shard
 from qwenjax.checkpoint.load import load_model
 from qwenjax.checkpoint.orbax import restore_model, save_model
-from qwenjax.checkpoint.packed import pack_model, unpack_model
+from qwenjax.checkpoint.packed import default_activation_format, pack_model, packs_here, unpack_model
 from qwenjax.checkpoint.safetensors import CheckpointError
 from qwenjax.checkpoint.save import save_pretrained
 from qwenjax.logits import sequence_logits
 from qwenjax.mesh import make_mesh
 from qwenjax.sharded_model import ShardedModel, by_name
+from qwenjax_ffi import grouped_gemm_blackwell
 from qwenjax_ffi.packing import PackedMXFP8Weight
 from tests.helpers import random_tensors, tiny, write_checkpoint
 
@@ -77,6 +79,47 @@ def test_packing_while_loading_keeps_every_bit_on_other_meshes(source: Path, sha
 def test_packed_parameters_give_the_same_logits(pair: Pair) -> None:
     (plain,), (packed,) = (sequence_logits(model, IDS) for model in pair)
     np.testing.assert_array_equal(packed, plain)
+
+
+def layouts(model: ShardedModel) -> set[str]:
+    return {weight.layout for weight in by_name(model.state).values() if isinstance(weight, PackedMXFP8Weight)}
+
+
+@pytest.mark.slow
+def test_packing_for_blackwell_keeps_every_bit_and_its_logits_are_of_quantised_activations(source: Path) -> None:
+    plain, packed = (load(source, (1, 2), pack=pack, activation_format="mxfp8") for pack in (False, True))
+    assert layouts(packed) == {"block_scaled"}
+    assert_packing_keeps_every_bit(plain, packed)
+    (expected,), (found,) = (sequence_logits(model, IDS) for model in (plain, packed))
+    np.testing.assert_array_equal(found, expected)
+    (unquantised,) = sequence_logits(load(source, (1, 2)), IDS)
+    assert np.abs(found - unquantised).max() > 1e-3
+
+
+def test_activations_are_quantised_by_default_on_blackwell_alone_and_a_warning_says_so(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert default_activation_format(jnp.bfloat16, {"w13"}) == "model"
+    monkeypatch.setattr(grouped_gemm_blackwell, "machine_unavailable", lambda: None)
+    assert default_activation_format(jnp.float32, {"w13"}) == "model"  # the kernels take bfloat16
+    assert default_activation_format(jnp.bfloat16, set()) == "model"
+    assert not packs_here(jnp.bfloat16, "model")
+    assert not caplog.records
+    assert layouts(load(source, (1, 1), dtype=jnp.bfloat16)) == {"block_scaled"}
+    assert "rounded to MXFP8" in caplog.text
+    assert "activation_format='model'" in caplog.text
+
+
+@pytest.mark.slow
+def test_orbax_restores_for_blackwell_as_a_checkpoint_is_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(load(source, (1, 1), dtype=jnp.bfloat16), tmp_path / "orbax")
+    monkeypatch.setattr(grouped_gemm_blackwell, "machine_unavailable", lambda: None)
+    assert layouts(load_model(tmp_path / "orbax", make_mesh(1, 1), progress=False)) == {"block_scaled"}
+    assert "rounded to MXFP8" in caplog.text
+    kept = load_model(tmp_path / "orbax", make_mesh(1, 1), progress=False, activation_format="model")
+    assert not layouts(kept)
 
 
 def test_orbax_saves_packed_parameters_unpacked_and_packs_what_it_restores(pair: Pair, tmp_path: Path) -> None:
