@@ -55,8 +55,8 @@ class AllReduce:
         self.per_vector = VECTOR // self.width
         self.vectors = -(-elements // self.per_vector)
         self.full_vectors = elements // self.per_vector
-        if elements < 1:
-            raise ValueError("an empty message has nothing to reduce")
+        if not 1 <= elements < 1 << 31:
+            raise ValueError(f"a message of {elements} elements; the kernel is for 1 to 2^31 - 1")
         if not 1 <= max_blocks <= MAX_BLOCKS:
             raise ValueError(f"max_blocks is {max_blocks}; the heap has room for 1 to {MAX_BLOCKS}")
         if row and (row * self.width % VECTOR or elements % row):
@@ -149,8 +149,9 @@ class AllReduce:
         epoch = cute.arch.inline_ptx(
             "ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[shared_epoch]
         )
-        watch = signals.Watch(bases, self.ranks, self.timeout_ns, self.trap)
-        common = (self, bases, watch, table, rank, own, epoch, block, thread)
+        record = peers.failure_record(table)
+        watch = signals.Watch(bases, own, record, rank, epoch, self.tag, self.timeout_ns, self.trap)
+        common = (self, bases, watch, rank, own, epoch, block, thread)
         operands = (x, residual, weight, out, normed, shared_sums)
         rounds = (self.tiles - block + (self.grid - 1)) // self.grid
         if cutlass.const_expr(self.algorithm == "one_shot"):

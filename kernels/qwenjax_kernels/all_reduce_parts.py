@@ -21,19 +21,12 @@ class Part:
     """A block's view of the operands, and what follows the sum: a store, or residual addition and RMSNorm."""
 
     def __init__(self, common: tuple[Any, ...], operands: tuple[Any, ...]) -> None:
-        self.spec, self.bases, self.watch, self.table, self.rank, self.own, self.epoch, self.block, self.thread = common
+        self.spec, self.bases, self.watch, self.rank, self.own, self.epoch, self.block, self.thread = common
         self.x, self.residual, self.weight, self.out, self.normed, self.shared_sums = operands
-        self.record = peers.failure_record(self.table)
         together = self.x | self.out
         if self.spec.row:
             together = together | self.residual | self.weight | self.normed
         self.aligned = together % VECTOR == 0
-
-    @cute.jit
-    def agree(self) -> None:
-        """Block 0 compares this call with the peers'."""
-        if self.block == 0:
-            self.watch.agree(self.own, self.record, self.rank, self.spec.tag, self.epoch)
 
     @cute.jit
     def load(self, operand: Int64, vector: Int32, limit: cutlass.Constexpr) -> Words:
@@ -126,11 +119,14 @@ class OneShotPart(Part):
     @cute.jit
     def run(self, rounds: Int32) -> None:
         """`all_reduce_protocol.ONE_SHOT`."""
+        if self.block == 0:
+            self.watch.tell()
         for i in range(rounds):
             self.push(i)
-        self.agree()
         for i in range(rounds):
             self.collect(i)
+        if self.block == 0:
+            self.watch.agree()
 
     @cute.jit
     def push(self, i: Int32) -> None:
@@ -196,7 +192,7 @@ class OneShotPart(Part):
                 late = self.lateness(flags)
                 polls += 1
                 if polls % signals.POLLS_BETWEEN_CHECKS == 0 and late != Uint32(0):
-                    given_up = self.watch.gives_up(self.own, self.record, Int32(peer), self.epoch, started)
+                    given_up = self.watch.gives_up(Int32(peer), started)
                     if given_up:
                         late = Uint32(0)
         return words
@@ -217,16 +213,17 @@ class TwoShotPart(Part):
         self.transport = transport
         ring = Int64(self.block) * (protocol.SLOTS * TILE_BYTES)
         self.staged, self.results = self.spec.layout.staged + ring, self.spec.layout.results + ring
-        # Vectors below it are whole and aligned.
-        self.fast_vectors = Int32(0)
 
     @cute.jit
     def run(self, tiles: Int32) -> None:
         """`all_reduce_protocol.TWO_SHOT`."""
-        self.agree()
+        if self.block == 0:
+            self.watch.tell()
         for i in range(tiles + protocol.LAST_LAG):
             for step in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
                 self.take(protocol.TWO_SHOT[step], i - protocol.TWO_SHOT[step].lag, tiles)
+        if self.block == 0:
+            self.watch.agree()
 
     @cute.jit
     def take(self, step: cutlass.Constexpr, tile: Int32, tiles: Int32) -> None:
@@ -349,7 +346,7 @@ class TwoShotPart(Part):
         if self.thread < self.spec.ranks:
             place = self.signal_place(phase) + Int64(self.thread) * 8
             target = protocol.signal_value(self.epoch, Int64(i))
-            self.watch.wait(self.own, self.record, place, target, self.thread, self.epoch)
+            self.watch.wait(place, target, self.thread)
             self.transport.fence()
         cute.arch.sync_threads()
 

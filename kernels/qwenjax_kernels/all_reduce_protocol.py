@@ -50,10 +50,9 @@ TWO_SHOT = (
 LAST_LAG = 2
 SLOTS = 1 + LAST_LAG  # with fewer, a tile is staged over one that a peer may still be reading
 
-# In one-shot, a block does each with all its rounds before it begins the next. push: stores the words of a round to the
-# inboxes of all ranks, each beside the epoch. agree: compares what this call is with the peers. collect: waits for the
-# words of all ranks in the own inbox and adds them.
-ONE_SHOT = ("push", "agree", "collect")
+# In one-shot, a block pushes all its rounds before it collects the first. push: stores the words of a round to the
+# inboxes of all ranks, each beside the epoch. collect: waits for the words of all ranks in the own inbox and adds them.
+ONE_SHOT = ("push", "collect")
 
 
 def arrival_share(is_first: Any, grid: Any) -> Any:

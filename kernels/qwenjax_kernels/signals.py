@@ -60,24 +60,82 @@ def arrive(own: Int64, block: Int32, grid: cutlass.Constexpr) -> Int64:
 
 
 class Watch:
-    """The limits of a kernel's waits. timeout_ns: of each wait; trap: whether a failure stops the context."""
+    """A rank's waits for its peers, in one call.
 
-    def __init__(self, bases: Any, ranks: int, timeout_ns: int, trap: bool) -> None:
-        self.bases, self.ranks, self.timeout_ns, self.trap = bases, ranks, timeout_ns, trap
+    bases: `peers.Bases`; own, record: addresses of this rank's memory and failure record; tag: 1 to STEPS - 1, another
+    one where the call is another; timeout_ns: of each wait; trap: whether a failure stops the context.
+    """
+
+    def __init__(
+        self, bases: Any, own: Int64, record: Int64, rank: Int32, epoch: Int64, tag: int, timeout_ns: int, trap: bool
+    ) -> None:
+        self.bases, self.own, self.record, self.rank, self.epoch = bases, own, record, rank, epoch
+        self.ranks, self.timeout_ns, self.trap = bases.ranks, timeout_ns, trap
+        self.header = epoch * STEPS + tag
+        self.headers = Int64(HeapLayout.headers) + inbox(epoch) * (8 * MAX_RANKS)
 
     @cute.jit
-    def fail(self, own: Int64, record: Int64, code: Int32, peer: Int32, epoch: Int64) -> None:
+    def tell(self) -> None:
+        """Threads below `ranks` of one block tell each rank what this call is."""
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < self.ranks:
+            place = self.bases.base(thread) + self.headers + Int64(self.rank) * 8
+            cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[place, self.header])
+
+    @cute.jit
+    def agree(self) -> None:
+        """The same threads compare what every rank told; what was told has come, or comes soon, when data did."""
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < self.ranks:
+            # A wait that gave up returns its target, which no tag makes.
+            theirs = self.wait(self.headers + Int64(thread) * 8, self.epoch * STEPS, thread)
+            if theirs != self.header and theirs != self.epoch * STEPS:
+                self.fail(Int32(DISAGREES), thread)
+
+    @cute.jit
+    def wait(self, offset: Int64, target: Int64, peer: Int32) -> Int64:
+        """Waits until the counter at `offset` of the own memory is at least target; returns it, or target if not."""
+        value = load_acquire(self.own + offset)
+        if value < target:
+            started = cute.arch.globaltimer()
+            polls = Int32(0)
+            while value < target:
+                value = load_acquire(self.own + offset)
+                polls += 1
+                if polls % POLLS_BETWEEN_CHECKS == 0 and value < target:
+                    given_up = self.gives_up(peer, started)
+                    if given_up:
+                        value = target
+        return value
+
+    @cute.jit
+    def gives_up(self, peer: Int32, started: Int64) -> cutlass.Boolean:
+        """Whether to stop waiting for `peer`, now that a wait that began at `started` (ns) goes on."""
+        told = load_acquire(self.own + self.headers + Int64(peer) * 8)
+        code = Int32(0)
+        if load_word(self.own + HeapLayout.abort) != Uint32(0):
+            code = Int32(ABORTED)
+        elif told > self.epoch * STEPS and told != self.header:
+            code = Int32(DISAGREES)
+        elif cute.arch.globaltimer() - started > Int64(self.timeout_ns):
+            code = Int32(TIMED_OUT)
+        if code != 0:
+            self.fail(code, peer)
+        return code != 0
+
+    @cute.jit
+    def fail(self, code: Int32, peer: Int32) -> None:
         """Writes the failure record, once a rank, and tells every rank to give up."""
         before = cute.arch.inline_ptx(
             "atom.relaxed.gpu.global.exch.b32 {$w0}, [{$r0}], 1;",
             write_only_types=[Uint32],
-            read_only_args=[own + HeapLayout.recorded],
+            read_only_args=[self.own + HeapLayout.recorded],
         )
         if before == Uint32(0):
-            store_word(record + 4, Uint32(peer))
-            store_word(record + 8, Uint32(epoch))
+            store_word(self.record + 4, Uint32(peer))
+            store_word(self.record + 8, Uint32(self.epoch))
             cute.arch.fence_acq_rel_sys()
-            store_word(record, Uint32(code))
+            store_word(self.record, Uint32(code))
             for rank in range(self.ranks):
                 store_word(self.bases.base(rank) + HeapLayout.abort, Uint32(1))
         cute.arch.fence_acq_rel_sys()
@@ -85,52 +143,8 @@ class Watch:
             cute.arch.inline_ptx("trap;")
 
     @cute.jit
-    def gives_up(self, own: Int64, record: Int64, peer: Int32, epoch: Int64, started: Int64) -> cutlass.Boolean:
-        """Whether to stop waiting for `peer`, now that a wait that began at `started` (ns) goes on."""
-        code = Int32(0)
-        if load_word(own + HeapLayout.abort) != Uint32(0):
-            code = Int32(ABORTED)
-        elif cute.arch.globaltimer() - started > Int64(self.timeout_ns):
-            code = Int32(TIMED_OUT)
-        if code != 0:
-            self.fail(own, record, code, peer, epoch)
-        return code != 0
-
-    @cute.jit
-    def wait(self, own: Int64, record: Int64, offset: Int64, target: Int64, peer: Int32, epoch: Int64) -> Int64:
-        """Waits until the counter at `offset` of the own memory is at least target; returns it, or target if not."""
-        value = load_acquire(own + offset)
-        if value < target:
-            started = cute.arch.globaltimer()
-            polls = Int32(0)
-            while value < target:
-                value = load_acquire(own + offset)
-                polls += 1
-                if polls % POLLS_BETWEEN_CHECKS == 0 and value < target:
-                    given_up = self.gives_up(own, record, peer, epoch, started)
-                    if given_up:
-                        value = target
-        return value
-
-    @cute.jit
-    def agree(self, own: Int64, record: Int64, rank: Int32, tag: cutlass.Constexpr, epoch: Int64) -> None:
-        """Threads below `ranks` of one block tell each rank what this call is, and compare it with the peers' calls.
-
-        tag: 1 to STEPS - 1, another one where the call is another; see `all_reduce.tag`.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < self.ranks:
-            row = Int64(HeapLayout.headers) + inbox(epoch) * (8 * MAX_RANKS)
-            mine = epoch * STEPS + tag
-            store_release(self.bases.base(thread) + row + Int64(rank) * 8, mine)
-            # A wait that gave up returns its target, which no tag makes.
-            theirs = self.wait(own, record, row + Int64(thread) * 8, epoch * STEPS, thread, epoch)
-            if theirs != mine and theirs != epoch * STEPS:
-                self.fail(own, record, Int32(DISAGREES), thread, epoch)
-
-    @cute.jit
-    def grid_barrier(self, own: Int64, record: Int64, blocks: cutlass.Constexpr, rank: Int32, epoch: Int64) -> None:
-        """A barrier of the first `blocks` blocks of a grid, or any others, as long as all of them are resident.
+    def grid_barrier(self, blocks: cutlass.Constexpr) -> None:
+        """A barrier of `blocks` blocks of a grid, any of them, all resident; the others do not call it.
 
         Every use of a heap's barrier takes the same number. What the blocks' threads stored before is visible to all
         of them after it.
@@ -142,8 +156,7 @@ class Watch:
             before = cute.arch.inline_ptx(
                 "atom.acq_rel.gpu.global.add.u64 {$w0}, [{$r0}], 1;",
                 write_only_types=[Int64],
-                read_only_args=[own + HeapLayout.grid_barrier],
+                read_only_args=[self.own + HeapLayout.grid_barrier],
             )
-            everyone = (before // blocks + 1) * blocks
-            self.wait(own, record, Int64(HeapLayout.grid_barrier), everyone, rank, epoch)
+            self.wait(Int64(HeapLayout.grid_barrier), (before // blocks + 1) * blocks, self.rank)
         cute.arch.sync_threads()

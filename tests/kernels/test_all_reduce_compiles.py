@@ -126,7 +126,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"elements": 0}, "empty message"),
+        ({"elements": 0}, "a message of 0 elements"),
         ({"ranks": 17}, "17 ranks; 2 to 16"),
         ({"algorithm": "one_shot", "elements": ONE_SHOT_BYTES}, "at most 524288"),
         ({"row": 12, "elements": 24}, "rows must be whole vectors of 16 bytes"),

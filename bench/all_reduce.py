@@ -1,0 +1,170 @@
+"""Times our all-reduce beside `psum` (NCCL), both in one run on the GPUs of one host, from 1 KiB to 256 MiB.
+
+    python bench/all_reduce.py [--ranks N] [--kib 1 64 512 ...] [--out NAME]
+    python bench/all_reduce.py --predict [--out NAME]
+
+A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
+best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
+the algorithm), and that over NVLink's rate. Calls run in a jitted loop, of two lengths, so that the loop's dispatch
+falls out; the median of five. Sums are compared with psum's first, once a size. NAME.txt and NAME.png are written to
+bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published prefill case
+(four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from measure import RESULTS, header, median_seconds, recorded
+
+from qwenjax_ffi import all_reduce_kernel, collectives
+from qwenjax_ffi.all_reduce_choice import Algorithm, bytes_each_way, choose_algorithm, predicted_seconds
+from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
+
+NVLINK = {"9.0": 450e9, "10.0": 900e9}  # bytes a second each way, by datasheet
+KIB = 1024
+SIZES = [1 << power for power in range(0, 19, 1)]  # in KiB
+PREFILL = 16384 * 4096 * 2  # bytes: the article's prefill, and this project's bar
+PUBLISHED = "586 us on H200, 313 us on GB200 (the faster of both transports)"
+BY_RANK = PartitionSpec(("data", "model"))
+
+Call = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def seconds_a_call(mesh: Mesh, call: Call, x: jax.Array) -> float:
+    """Seconds of one call inside a jitted loop."""
+    calls = max(4, min(200, (1 << 28) // x.nbytes))
+
+    def program(times: int) -> Callable[..., Any]:
+        def per_rank(epochs: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                return call(x, carry[1])
+
+            return jax.lax.fori_loop(0, times, turn, (jnp.zeros_like(x), epochs))
+
+        return jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
+
+    heap = collectives._heap(mesh, "model")
+    assert heap is not None
+    seconds = {}
+    for times in (calls, 4 * calls):
+        run = program(times)
+        jax.block_until_ready(run(heap.epochs(armed=False), x))  # loads the kernels without waiting for a peer
+        epochs = heap.epochs()
+        seconds[times] = median_seconds(lambda run=run, epochs=epochs: jax.block_until_ready(run(epochs, x)), 5)
+    return (seconds[4 * calls] - seconds[calls]) / (3 * calls)
+
+
+def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
+    """The algorithms that may run a message, and psum."""
+    found: dict[str, Call] = {}
+    algorithms: list[Algorithm] = ["two_shot", *(["multicast"] if multicast else [])]  # type: ignore[list-item]
+    if num_bytes <= ONE_SHOT_BYTES:
+        algorithms.insert(0, "one_shot")
+    for algorithm in algorithms:
+        found[algorithm] = lambda x, e, algorithm=algorithm: all_reduce_kernel.all_reduce(x, e, ranks, algorithm)
+    found["psum"] = lambda x, e: collectives.all_reduce(x, "model", e, implementation="reference")
+    return found
+
+
+def check(mesh: Mesh, calls: dict[str, Call], x: jax.Array) -> None:
+    """Every algorithm's sums of integers are psum's."""
+    results = {}
+    for name, call in calls.items():
+        run = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(BY_RANK, BY_RANK), out_specs=BY_RANK, check_vma=False))
+        results[name] = np.asarray(run(x, collectives.fresh_epochs(mesh, "model"))[0].astype(jnp.float32))
+    for name, result in results.items():
+        if not np.array_equal(result, results["psum"]):
+            raise SystemExit(f"{name}: {np.sum(result != results['psum'])} of {result.size} sums are wrong")
+
+
+def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
+    rows = []
+    heap = collectives._heap(mesh, "model")
+    if heap is None:
+        raise SystemExit("no symmetric memory between these devices; the warning above says why")
+    ranks, names = mesh.size, ["one_shot", "two_shot", *(["multicast"] if heap.has_multicast else []), "psum"]
+    print("| KiB | " + " | ".join(f"{name} us" for name in names) + " | psum / ours | GB/s | of NVLink | chosen |")
+    print("|" + " --- |" * (len(names) + 5))
+    for kib in sizes:
+        calls = calls_of(kib * KIB, ranks, heap.has_multicast)
+        x = jax.random.randint(jax.random.key(kib), (ranks * kib * KIB // 2,), -8, 8).astype(jnp.bfloat16)
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, BY_RANK))
+        check(mesh, calls, x)
+        seconds = {name: seconds_a_call(mesh, call, x) for name, call in calls.items()}
+        best = min(value for name, value in seconds.items() if name != "psum")
+        rate = bytes_each_way("two_shot", kib * KIB, ranks) / best
+        cells = [f"{seconds[name] * 1e6:.1f}" if name in seconds else "" for name in names]
+        chosen = choose_algorithm(kib * KIB, ranks, heap.has_multicast)
+        print(
+            f"| {kib} | {' | '.join(cells)} | {seconds['psum'] / best:.2f} | {rate / 1e9:.0f} | {rate / link:.0%} "
+            f"| {chosen} |",
+            flush=True,
+        )
+        rows.append({"kib": kib, **seconds})
+    return rows
+
+
+def predict() -> None:
+    print("PREDICTED from byte counts and latencies (qwenjax_ffi.all_reduce_choice), nothing here was measured.")
+    print("| ranks | bytes | one_shot us | two_shot us | multicast us | chosen without / with multicast |")
+    print("|" + " --- |" * 6)
+    sizes = [1 << 10, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 23, 1 << 26, PREFILL, 1 << 28]
+    for ranks in (2, 4, 8, 16):
+        for size in sizes:
+            one = f"{predicted_seconds('one_shot', size, ranks) * 1e6:.1f}" if size <= ONE_SHOT_BYTES else ""
+            two, switch = (f"{predicted_seconds(name, size, ranks) * 1e6:.1f}" for name in ("two_shot", "multicast"))
+            chosen = " / ".join(choose_algorithm(size, ranks, multicast) for multicast in (False, True))
+            print(f"| {ranks} | {size} | {one} | {two} | {switch} | {chosen} |")
+    print(f"The published prefill case is four ranks and {PREFILL} bytes: {PUBLISHED}.")
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name in ("one_shot", "two_shot", "multicast", "psum"):
+        points = [(row["kib"], row[name] * 1e6) for row in rows if name in row]
+        if points:
+            label = "psum (NCCL)" if name == "psum" else name
+            axes.plot(*zip(*points, strict=True), marker="o", label=label, linestyle="--" if name == "psum" else "-")
+    axes.set(xscale="log", yscale="log", xlabel="KiB on each rank (bf16)", ylabel="us a call", title=title)
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times our all-reduce beside psum (NCCL).")
+    parser.add_argument("--ranks", type=int, help="how many GPUs; all by default")
+    parser.add_argument("--kib", type=int, nargs="*", default=SIZES, help="message sizes")
+    parser.add_argument("--predict", action="store_true", help="print what is predicted, without a GPU")
+    parser.add_argument("--out", help="write NAME.txt and NAME.png to bench/results/")
+    arguments = parser.parse_args()
+    with recorded(arguments.out and f"{arguments.out}.txt"):
+        print(header("jax", "jaxlib", "nvidia-cutlass-dsl", "cuda-bindings"))
+        if arguments.predict:
+            predict()
+            return
+        devices = jax.devices("gpu")[: arguments.ranks]
+        mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
+        link = NVLINK[str(devices[0].compute_capability)]
+        print(f"{len(devices)} ranks, one process, NVLink {link / 1e9:.0f} GB/s each way by datasheet\n")
+        rows = measure(mesh, arguments.kib, link)
+    if arguments.out:
+        plot(rows, RESULTS / f"{arguments.out}.png", f"all-reduce, {len(devices)} x {devices[0].device_kind}")
+
+
+if __name__ == "__main__":
+    main()

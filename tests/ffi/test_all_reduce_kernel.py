@@ -1,0 +1,127 @@
+"""All-reduce called from JAX on two GPUs and more, in one process and in one a GPU, against its reference."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from qwenjax_ffi import all_reduce_kernel, collectives
+from tests.ffi import all_reduce_process
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(all_reduce_process.__file__)
+ROOT = PROGRAM.parents[2]
+
+
+@functools.cache
+def mesh() -> Mesh:
+    """As many GPUs as there are, down to a power of two."""
+    found = len(jax.devices())
+    if found < 2:
+        pytest.skip("needs two GPUs")
+    return all_reduce_process.gpu_mesh(1 << (min(found, 16).bit_length() - 1))
+
+
+def spread(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Other normal numbers on every rank, along the first axis."""
+    return jax.random.normal(jax.random.key(seed), (mesh().size * shape[0], *shape[1:]), dtype)
+
+
+def run(function: Any, *arguments: Any) -> Any:
+    """Runs per-rank code (epochs, *arguments), once without waiting, so that its kernels are loaded."""
+    all_reduce_process.load_kernels(mesh(), function, *arguments)
+    return all_reduce_process.on_ranks(mesh(), function, collectives.fresh_epochs(mesh(), "model"), *arguments)
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(f"u{x.dtype.itemsize}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("elements", [0, 1, 3, 1001, 2880, 1 << 20])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_sums_are_those_of_float32_in_rank_order(dtype: Any, elements: int, algorithm: Any) -> None:
+    ranks = mesh().size
+    if elements * jnp.dtype(dtype).itemsize > 1 << 19 and algorithm == "one_shot":
+        pytest.skip("one-shot messages have 512 KiB at most")
+    x = spread(elements, elements, dtype=dtype)
+
+    def call(epochs: jax.Array, x: jax.Array) -> jax.Array:
+        if elements:
+            return all_reduce_kernel.all_reduce(x, epochs, ranks, algorithm)[0]
+        return collectives.all_reduce(x, "model", epochs, implementation="kernel")[0]
+
+    got = run(call, x).reshape(ranks, elements)
+    values = np.asarray(x).reshape(ranks, elements).astype(np.float32)
+    total = functools.reduce(np.add, values).astype(x.dtype)
+    for row in got:
+        np.testing.assert_array_equal(bits(row), total.view(f"u{x.dtype.itemsize}"))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+def test_the_fused_form_equals_its_three_steps(rows: int) -> None:
+    x, residual = spread(1, rows, 2048), jnp.tile(spread(2, rows, 2048)[:rows], (mesh().size, 1))
+    weight = jnp.tile(jax.random.normal(jax.random.key(3), (2048,), jnp.bfloat16), mesh().size)
+
+    def call(implementation: Any, epochs: jax.Array, *operands: jax.Array) -> Any:
+        return collectives.all_reduce_rms_norm(*operands, 1e-6, "model", epochs, implementation=implementation)[:2]
+
+    total, normed = run(functools.partial(call, "kernel"), x, residual, weight)
+    expected_total, expected = run(functools.partial(call, "reference"), x, residual, weight)
+    assert len(np.unique(bits(normed).reshape(mesh().size, -1), axis=0)) == 1
+    if mesh().size == 2:  # where the order of the sum does not matter
+        np.testing.assert_array_equal(bits(total), bits(expected_total))
+    np.testing.assert_allclose(
+        np.asarray(normed, np.float32), np.asarray(expected, np.float32), rtol=2.0**-6, atol=2.0**-6
+    )
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_ten_thousand_calls_of_two_sizes_in_turn(late: bool) -> None:
+    assert all_reduce_process.many_calls(mesh(), 5000, late) == 0
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    settings = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        env=os.environ | settings | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check(process: subprocess.Popen[str]) -> None:
+    out, err = process.communicate(timeout=200)
+    assert "wrong: 0\n" in out, (out + err)[-3000:]
+
+
+def test_without_command_buffers() -> None:
+    mesh()
+    check(start(5000, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graphs", "no graphs"])
+def test_two_processes(flags: str) -> None:
+    mesh()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for process in [start(5000, i, 2, port, XLA_FLAGS=flags) for i in range(2)]:
+        check(process)

@@ -1,0 +1,187 @@
+"""Ranks of a heap on any GPUs, several of them on one too: kernels launched on a stream a rank, without JAX.
+
+As a program, one process of several: `python gpu_ranks.py PROCESS PROCESSES FOLDER CALLS`, a rank each.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import ml_dtypes
+import numpy as np
+from cutlass import Int64
+
+from qwenjax_ffi.symmetric_memory_driver import CudaDriver
+from qwenjax_ffi.symmetric_memory_exchange import Rendezvous
+from qwenjax_ffi.symmetric_memory_mapping import MappedMemory
+from qwenjax_kernels.all_reduce import AllReduce
+from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, HeapLayout, num_words
+from tests.ffi.heap_process import FolderStore
+
+DTYPES = {
+    "bfloat16": (cutlass.BFloat16, np.dtype(ml_dtypes.bfloat16)),
+    "float16": (cutlass.Float16, np.dtype(np.float16)),
+    "float32": (cutlass.Float32, np.dtype(np.float32)),
+}
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """A driver call; raises where it fails."""
+    result, *values = getattr(cuda, name)(*arguments)
+    assert int(result) == 0, f"{name}: {result!r}"
+    return values[0] if len(values) == 1 else values
+
+
+class NoStore:
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def get(self, key: str, seconds: float) -> str | None:
+        return None
+
+
+class Ranks:
+    """The ranks of this process (rank: CUDA device), of `ranks` in all; `rendezvous` with the other processes."""
+
+    def __init__(self, local: dict[int, int], ranks: int, rendezvous: Rendezvous | None = None) -> None:
+        self.driver, self.local, self.ranks = CudaDriver(), local, ranks
+        alone = Rendezvous(NoStore(), "ranks", 0, 1, 10.0)
+        self.memory = MappedMemory(self.driver, local, ranks, HeapLayout(ranks).num_bytes, rendezvous or alone)
+        self.streams, self.tables = {}, {}
+        self._buffers: list[int] = []
+        for rank, device in local.items():
+            self.driver._enter(device)
+            self.streams[rank] = call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+            row = np.zeros(num_words(ranks, False), np.uint32)
+            row[RANK_WORD] = rank
+            addresses = {RECORD_WORD: self.memory.records[rank]}
+            addresses |= {BASES_WORD + 2 * peer: self.memory.bases[peer] for peer in range(ranks)}
+            for word, address in addresses.items():
+                row[word], row[word + 1] = address & 0xFFFFFFFF, address >> 32
+            self.tables[rank] = self.put(rank, row)
+
+    def close(self) -> None:
+        self.synchronise()
+        for buffer in self._buffers:
+            call("cuMemFree", buffer)
+        self.memory.close()
+
+    def empty(self, rank: int, num_bytes: int) -> int:
+        self.driver._enter(self.local[rank])
+        self._buffers.append(int(call("cuMemAlloc", num_bytes)))
+        return self._buffers[-1]
+
+    def put(self, rank: int, value: np.ndarray) -> int:
+        value = np.ascontiguousarray(value)
+        address = self.empty(rank, value.nbytes)
+        call("cuMemcpyHtoD", address, value.ctypes.data, value.nbytes)
+        return address
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        value = np.empty(shape, dtype)
+        call("cuMemcpyDtoH", value.ctypes.data, address, value.nbytes)
+        return value
+
+    def copy(self, rank: int, target: int, source: int, num_bytes: int) -> None:
+        call("cuMemcpyDtoDAsync", target, source, num_bytes, self.streams[rank])
+
+    def fill(self, rank: int, target: int, byte: int, num_bytes: int) -> None:
+        call("cuMemsetD8Async", target, byte, num_bytes, self.streams[rank])
+
+    def synchronise(self) -> None:
+        for rank, stream in self.streams.items():
+            self.driver._enter(self.local[rank])
+            call("cuStreamSynchronize", stream)
+
+    def launch(self, compiled: Any, rank: int, *addresses: int) -> None:
+        """addresses: x, out; of the fused form x, residual, weight, out, normed."""
+        self.driver._enter(self.local[rank])
+        x, *others = addresses
+        compiled(self.streams[rank], x, self.tables[rank], *others)
+
+
+def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0, **settings: Any) -> Any:
+    """The kernel, as a function of (stream, x, table, out) or (stream, x, table, residual, weight, out, normed)."""
+    settings = {"timeout_ns": 5 * 10**9, "trap": False} | settings
+    kernel = AllReduce(
+        ranks=ranks, dtype=DTYPES[dtype][0], elements=elements, algorithm=algorithm, row=row, eps=1e-6, **settings
+    )
+
+    @cute.jit
+    def plain(stream: cuda.CUstream, x: Int64, table: Int64, out: Int64) -> None:
+        kernel.launch(stream, x, table, None, None, out, None)
+
+    @cute.jit
+    def fused(
+        stream: cuda.CUstream, x: Int64, table: Int64, residual: Int64, weight: Int64, out: Int64, normed: Int64
+    ) -> None:
+        kernel.launch(stream, x, table, residual, weight, out, normed)
+
+    addresses = [Int64(0)] * (6 if row else 3)
+    return cute.compile(fused if row else plain, cuda.CUstream(0), *addresses)
+
+
+def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks: int = 32) -> None:
+    """Small one-shot calls with a large two-shot one in every `every`, exact sums of inputs that change from call to
+    call and are overwritten right after each, ranks late by chance. Each process draws its own delays."""
+    variants, sizes = 7, {"one_shot": 1001, "two_shot": 300_001}
+    dtype = DTYPES["bfloat16"][1]
+    draw = np.random.default_rng(0)
+    inputs = {name: draw.integers(-8, 8, (variants, ranks.ranks, n)).astype(dtype) for name, n in sizes.items()}
+    # Two algorithms in turn: their calls use the same heap.
+    kernels: dict[str, Any] = {
+        name: compiled(ranks.ranks, "bfloat16", n, name, max_blocks=max_blocks) for name, n in sizes.items()
+    }
+    names = ["two_shot" if c % every == every - 1 else "one_shot" for c in range(calls)]
+    count = {name: names.count(name) for name in sizes}
+    devices = {
+        rank: {name: [ranks.put(rank, inputs[name][k, rank]) for k in range(variants)] for name in sizes}
+        for rank in ranks.local
+    }
+    x = {rank: ranks.empty(rank, 2 * max(sizes.values())) for rank in ranks.local}
+    log = {rank: {name: ranks.empty(rank, 2 * sizes[name] * count[name]) for name in sizes} for rank in ranks.local}
+    late = random.Random(seed)
+    for rank in ranks.local:
+        for name in sizes:
+            ranks.fill(rank, log[rank][name], 0xFF, 2 * sizes[name] * count[name])
+    done = dict.fromkeys(sizes, 0)
+    for name in names:
+        num_bytes, k = 2 * sizes[name], done[name] % variants
+        for rank in ranks.local:
+            if late.random() < 0.01:
+                time.sleep(late.random() * 2e-3)
+            ranks.copy(rank, x[rank], devices[rank][name][k], num_bytes)
+            ranks.launch(kernels[name], rank, x[rank], log[rank][name] + done[name] * num_bytes)
+            ranks.fill(rank, x[rank], 0xFF, num_bytes)
+        done[name] += 1
+    ranks.synchronise()
+    ranks.memory.check()
+    for name, n in sizes.items():
+        expected = inputs[name].astype(np.float32).sum(axis=1).astype(dtype).view(np.uint16)
+        for rank in ranks.local:
+            got = ranks.get(log[rank][name], (count[name], n), np.uint16)
+            for c in range(count[name]):
+                np.testing.assert_array_equal(got[c], expected[c % variants], err_msg=f"{name} call {c}, rank {rank}")
+
+
+def main() -> None:
+    process, processes, folder, calls = sys.argv[1:]
+    rank, ranks = int(process), int(processes)
+    call("cuInit", 0)
+    rendezvous = Rendezvous(FolderStore(Path(folder)), "ranks", rank, ranks, 60.0)
+    mine = Ranks({rank: rank % call("cuDeviceGetCount")}, ranks, rendezvous)
+    many_calls(mine, int(calls), seed=rank, max_blocks=32)
+    rendezvous.gather("done", True)
+    mine.close()
+    print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

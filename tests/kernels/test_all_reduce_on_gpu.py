@@ -1,0 +1,174 @@
+"""The all-reduce kernels on GPUs without JAX: as many ranks as asked on the GPUs there are, one GPU being enough.
+
+Ranks that share a GPU run beside each other on streams of their own, with grids that leave room for all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwenjax_ffi.symmetric_memory_exchange import PeerError
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(__file__).with_name("gpu_ranks.py")
+ROOT = PROGRAM.parents[2]
+CANARY = 64  # bytes before and behind a result that must stay as they are
+
+
+def make(ranks: int) -> Any:
+    from tests.kernels.gpu_ranks import Ranks, call
+
+    call("cuInit", 0)
+    devices = call("cuDeviceGetCount")
+    return Ranks({rank: rank % devices for rank in range(ranks)}, ranks)
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+CASES = [
+    ("one_shot", "bfloat16", 1, 0),
+    ("one_shot", "bfloat16", 1001, 1),
+    ("one_shot", "float32", 2880, 3),
+    ("two_shot", "bfloat16", 3, 0),
+    ("two_shot", "bfloat16", 1001, 1),
+    ("two_shot", "float16", 2880, 0),
+    ("two_shot", "float32", 1_000_003, 0),
+    ("two_shot", "bfloat16", 9_000_000, 0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_are_those_of_float32_in_rank_order_and_nothing_else_is_written(ranks: Any, case: tuple[Any, ...]) -> None:
+    from tests.kernels.gpu_ranks import DTYPES, compiled
+
+    algorithm, name, elements, offset = case
+    dtype = DTYPES[name][1]
+    values = np.random.default_rng(elements).normal(0, 1, (ranks.ranks, elements)).astype(dtype)
+    total = values[0].astype(np.float32)
+    for value in values[1:]:
+        total = total + value.astype(np.float32)
+    kernel = compiled(ranks.ranks, name, elements, algorithm, max_blocks=32)
+    shift = offset * dtype.itemsize
+    outs = {}
+    for rank in ranks.local:
+        padded = np.concatenate([np.zeros(offset, dtype), values[rank]])
+        outs[rank] = ranks.put(rank, np.full(elements * dtype.itemsize + 2 * CANARY + shift, 0xAB, np.uint8))
+        ranks.launch(kernel, rank, ranks.put(rank, padded) + shift, outs[rank] + CANARY + shift)
+    ranks.synchronise()
+    ranks.memory.check()
+    for rank, out in outs.items():
+        raw = ranks.get(out, (elements * dtype.itemsize + 2 * CANARY + shift,), np.uint8)
+        assert (raw[: CANARY + shift] == 0xAB).all()
+        assert (raw[-CANARY:] == 0xAB).all()
+        bits = np.dtype(f"u{dtype.itemsize}")
+        np.testing.assert_array_equal(
+            raw[CANARY + shift : -CANARY].view(bits), total.astype(dtype).view(bits), err_msg=f"rank {rank}"
+        )
+
+
+@pytest.mark.parametrize(("algorithm", "rows", "row"), [("one_shot", 5, 2880), ("two_shot", 300, 4096)])
+def test_the_fused_form_adds_the_residual_and_normalises(ranks: Any, algorithm: str, rows: int, row: int) -> None:
+    from tests.kernels.gpu_ranks import DTYPES, compiled
+
+    dtype = DTYPES["bfloat16"][1]
+    draw = np.random.default_rng(row)
+    x = draw.normal(0, 1, (ranks.ranks, rows, row)).astype(dtype)
+    residual, weight = draw.normal(0, 1, (rows, row)).astype(dtype), draw.normal(1, 0.1, row).astype(dtype)
+    total = sum((value.astype(np.float32) for value in x[1:]), x[0].astype(np.float32)).astype(dtype)
+    added = (residual.astype(np.float32) + total.astype(np.float32)).astype(dtype)
+    wide = added.astype(np.float64)
+    normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(dtype).astype(np.float64)
+    expected = normed * weight.astype(np.float64)
+    kernel = compiled(ranks.ranks, "bfloat16", rows * row, algorithm, row, max_blocks=32)
+    outs = {}
+    for rank in ranks.local:
+        operands = [ranks.put(rank, value) for value in (x[rank], residual, weight)]
+        outs[rank] = [ranks.empty(rank, 2 * rows * row) for _ in range(2)]
+        ranks.launch(kernel, rank, *operands, *outs[rank])
+    ranks.synchronise()
+    ranks.memory.check()
+    first = None
+    for out, norm in outs.values():
+        np.testing.assert_array_equal(ranks.get(out, (rows, row), np.uint16), added.view(np.uint16))
+        got = ranks.get(norm, (rows, row), dtype)
+        # Rounded twice to bf16; where the norm lies between two of its values, either.
+        assert (np.abs(got.astype(np.float64) - expected) <= 2.0**-7 * np.abs(expected) + 1e-30).all()
+        first = got if first is None else first
+        np.testing.assert_array_equal(got.view(np.uint16), first.view(np.uint16))
+
+
+def test_ten_thousand_calls_with_late_ranks_and_inputs_overwritten_at_once(ranks: Any) -> None:
+    from tests.kernels.gpu_ranks import many_calls
+
+    many_calls(ranks, 10_000, seed=1)
+
+
+def test_two_processes_without_jax(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(process), "2", str(tmp_path), "400"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for process in range(2)
+    ]
+    for process in running:
+        out, err = process.communicate(timeout=100)
+        assert out == "ok\n", err[-3000:]
+
+
+def test_a_rank_that_does_not_come_and_one_with_another_shape_are_failures_not_hangs() -> None:
+    from tests.kernels.gpu_ranks import compiled
+
+    both = make(2)
+    slow = compiled(2, "bfloat16", 1001, "two_shot", timeout_ns=200 * 10**6)
+    x, out = (both.put(0, np.zeros(1001, np.uint16)) for _ in range(2))
+    began = time.monotonic()
+    both.launch(slow, 0, x, out)
+    both.synchronise()
+    assert 0.15 < time.monotonic() - began < 5
+    with pytest.raises(PeerError, match=r"rank 0: a peer did not arrive in time \(rank 1, collective 1\)"):
+        both.memory.check()
+    both.close()
+
+    both = make(2)
+    for rank, elements in enumerate((1001, 1002)):
+        kernel = compiled(2, "bfloat16", elements, "one_shot", timeout_ns=2 * 10**9)
+        both.launch(kernel, rank, both.put(rank, np.zeros(1002, np.uint16)), both.put(rank, np.zeros(1002, np.uint16)))
+    both.synchronise()
+    with pytest.raises(PeerError, match=r"another collective or another shape|gave up"):
+        both.memory.check()
+    both.close()
+
+
+def test_a_heap_gives_its_memory_back() -> None:
+    from qwenjax_ffi.symmetric_memory_driver import CudaDriver
+
+    driver = CudaDriver()
+    make(2).close()
+    before, _ = driver.memory(0)
+    for _ in range(3):
+        made = make(2)
+        during, _ = driver.memory(0)
+        made.close()
+    after, _ = driver.memory(0)
+    assert before - during >= 50 << 20
+    assert before - after < 8 << 20

@@ -1,0 +1,47 @@
+"""The model on two GPUs (TP=2): logits of one GPU, and no all-reduce of XLA's left in it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwenjax.cache import SelfContext
+from qwenjax.logits import _forward, sequence_logits
+from qwenjax.mesh import make_mesh
+from qwenjax.sharded_model import ShardedModel
+from tests.helpers import model_from_tensors, random_tensors, tiny
+
+pytestmark = pytest.mark.gpu
+
+# 63 ids do not divide over two ranks: the vocabulary is whole on both, and no sum of embeddings is in the program.
+RAW = tiny(hidden_size=64, vocab_size=63, mlp_only_layers=[1], num_hidden_layers=3, torch_dtype="bfloat16")
+IDS = [np.random.default_rng(n).integers(0, 63, n).tolist() for n in (70, 5, 12)]
+
+
+@cache
+def model(ranks: int) -> ShardedModel:
+    if len(jax.devices()) < ranks:
+        pytest.skip("needs two GPUs")
+    return model_from_tensors(RAW, make_mesh(1, ranks), random_tensors(RAW))
+
+
+def test_logits_on_two_gpus_are_those_of_one() -> None:
+    alone, spread = (np.concatenate(sequence_logits(model(ranks), IDS)) for ranks in (1, 2))
+    error = np.abs(spread - alone).max(-1)  # of each token
+    assert (error < 0.1).mean() > 0.95  # as tests/qwenjax/test_mesh.py asks of references on a CPU
+    assert error.max() < 1.5
+
+
+def test_no_all_reduce_of_xla_is_left() -> None:
+    two = model(2)
+    positions = jnp.arange(64, dtype=jnp.int32)[None]
+    arguments = (two.state, jnp.zeros((1, 64), jnp.int32), SelfContext(positions), two.epochs())
+    text = _forward.lower(*arguments, graphdef=two.graphdef, mesh=two.mesh).compile().as_text()
+    assert not re.findall(r"= \S+ all-reduce(?:-start)?\(", text)
+    # Attention's with its norm, and one each of the experts and the dense layers' MLP, in the layers' loop.
+    assert len(re.findall(r'custom_call_target="CuteDSL', text)) == 3
