@@ -5,8 +5,8 @@
 
 A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
 best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
-the algorithm), and that over NVLink's rate. Calls run in a jitted loop, of two lengths, so that the loop's dispatch
-falls out; the median of five. Sums are compared with psum's first, once a size. NAME.txt and NAME.png are written to
+the algorithm), and that over NVLink's rate. Calls run in a jitted loop of 10 to 2,000, dispatched once; the median
+of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are written to
 bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published prefill case
 (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
 """
@@ -41,28 +41,24 @@ BY_RANK = PartitionSpec(("data", "model"))
 Call = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def seconds_a_call(mesh: Mesh, call: Call, x: jax.Array) -> float:
-    """Seconds of one call inside a jitted loop."""
-    calls = max(4, min(200, (1 << 28) // x.nbytes))
+def sums_and_seconds(mesh: Mesh, call: Call, x: jax.Array) -> tuple[np.ndarray, float]:
+    """The sums of one rank, and seconds of one call inside a jitted loop."""
+    calls = max(10, min(2000, (1 << 31) // x.nbytes))
 
-    def program(times: int) -> Callable[..., Any]:
-        def per_rank(epochs: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                return call(x, carry[1])
+    def per_rank(epochs: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return call(x, carry[1])
 
-            return jax.lax.fori_loop(0, times, turn, (jnp.zeros_like(x), epochs))
+        return jax.lax.fori_loop(0, calls, turn, (jnp.zeros_like(x), epochs))
 
-        return jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
-
+    run = jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
     heap = collectives._heap(mesh, "model")
     assert heap is not None
-    seconds = {}
-    for times in (calls, 4 * calls):
-        run = program(times)
-        jax.block_until_ready(run(heap.epochs(armed=False), x))  # loads the kernels without waiting for a peer
-        epochs = heap.epochs()
-        seconds[times] = median_seconds(lambda run=run, epochs=epochs: jax.block_until_ready(run(epochs, x)), 5)
-    return (seconds[4 * calls] - seconds[calls]) / (3 * calls)
+    jax.block_until_ready(run(heap.epochs(armed=False), x))  # loads the kernels without waiting for a peer
+    epochs = heap.epochs()
+    sums, _ = run(epochs, x)
+    seconds = median_seconds(lambda: jax.block_until_ready(run(epochs, x)), 5)
+    return np.asarray(sums.addressable_shards[0].data.astype(jnp.float32)), seconds / calls
 
 
 def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
@@ -77,17 +73,6 @@ def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
     return found
 
 
-def check(mesh: Mesh, calls: dict[str, Call], x: jax.Array) -> None:
-    """Every algorithm's sums of integers are psum's."""
-    results = {}
-    for name, call in calls.items():
-        run = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(BY_RANK, BY_RANK), out_specs=BY_RANK, check_vma=False))
-        results[name] = np.asarray(run(x, collectives.fresh_epochs(mesh, "model"))[0].astype(jnp.float32))
-    for name, result in results.items():
-        if not np.array_equal(result, results["psum"]):
-            raise SystemExit(f"{name}: {np.sum(result != results['psum'])} of {result.size} sums are wrong")
-
-
 def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     rows = []
     heap = collectives._heap(mesh, "model")
@@ -100,8 +85,11 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
         calls = calls_of(kib * KIB, ranks, heap.has_multicast)
         x = jax.random.randint(jax.random.key(kib), (ranks * kib * KIB // 2,), -8, 8).astype(jnp.bfloat16)
         x = jax.device_put(x, jax.sharding.NamedSharding(mesh, BY_RANK))
-        check(mesh, calls, x)
-        seconds = {name: seconds_a_call(mesh, call, x) for name, call in calls.items()}
+        measured = {name: sums_and_seconds(mesh, call, x) for name, call in calls.items()}
+        for name, (sums, _) in measured.items():
+            if not np.array_equal(sums, measured["psum"][0]):
+                raise SystemExit(f"{name}: sums of {kib} KiB differ from psum's")
+        seconds = {name: each for name, (_, each) in measured.items()}
         best = min(value for name, value in seconds.items() if name != "psum")
         rate = bytes_each_way("two_shot", kib * KIB, ranks) / best
         cells = [f"{seconds[name] * 1e6:.1f}" if name in seconds else "" for name in names]

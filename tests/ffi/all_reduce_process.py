@@ -27,16 +27,15 @@ def gpu_mesh(ranks: int | None = None) -> Mesh:
 
 
 def on_ranks(mesh: Mesh, function: Any, *arguments: Any) -> Any:
-    """Runs per-rank code; arguments and results are spread over the ranks along their first axis."""
-    call = jax.shard_map(function, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False)
-    return jax.jit(call)(*arguments)
+    """Runs per-rank code (epochs, *arguments), first without waiting for peers, so that its kernels are loaded.
 
-
-def load_kernels(mesh: Mesh, function: Any, *arguments: Any) -> None:
-    """Runs a program without waiting for peers; its first argument is the epoch array."""
+    Arguments and results are spread over the ranks along their first axis.
+    """
     heap = collectives._heap(mesh, "model")
     assert heap is not None
-    jax.block_until_ready(on_ranks(mesh, function, heap.epochs(armed=False), *arguments))
+    call = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
+    jax.block_until_ready(call(heap.epochs(armed=False), *arguments))
+    return call(collectives.fresh_epochs(mesh, "model"), *arguments)
 
 
 def pattern(call: jax.Array, rank: Any, elements: int) -> jax.Array:
@@ -70,8 +69,7 @@ def many_calls(mesh: Mesh, calls: int, late: bool) -> int:
         epochs, wrong = jax.lax.fori_loop(0, calls, turn, (epochs, jnp.zeros(1, jnp.int32)))
         return wrong, epochs
 
-    load_kernels(mesh, program)
-    wrong, epochs = on_ranks(mesh, program, collectives.fresh_epochs(mesh, "model"))
+    wrong, epochs = on_ranks(mesh, program)
     counts = [int(np.asarray(shard.data)[0]) for shard in epochs.addressable_shards]
     assert counts == [2 * calls] * len(counts), counts
     return sum(int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards)

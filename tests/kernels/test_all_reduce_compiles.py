@@ -36,14 +36,15 @@ ARCHITECTURES = ["sm_90a", "sm_100a"]
 # What each waits with, and what it moves data with.
 INSTRUCTIONS = {
     "one_shot": ["st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"],
-    "two_shot": ["ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"],
+    "two_shot": ["st.release.sys.global.b64", "ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"],
     "multicast": [
+        "st.release.sys.global.b64",
         "multimem.ld_reduce.relaxed.sys.global.add",
         "multimem.st.relaxed.sys.global.v4",
         "fence.proxy.alias",
     ],
 }
-SIGNALS = ["st.release.sys.global.b64", "ld.acquire.sys.global.b64", "atom.relaxed.gpu.global.add.u64"]
+EPOCHS = ["ld.acquire.sys.global.b64", "atom.relaxed.gpu.global.add.u64"]
 
 
 def compile_cases(cases: list[Case], architecture: str, folder: Path) -> tuple[str, list[str]]:
@@ -74,7 +75,7 @@ def check(cases: list[Case], architecture: str, folder: Path) -> None:
     assert len(re.findall("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", remarks)) == len(cases)
     for (algorithm, *_, row), ptx in zip(cases, texts, strict=True):
         assert f".target {architecture}" in ptx
-        for instruction in [*SIGNALS, *INSTRUCTIONS[algorithm]]:
+        for instruction in [*EPOCHS, *INSTRUCTIONS[algorithm]]:
             assert instruction in ptx, (algorithm, instruction)
         # Peers' memory is never read or written through an address that only the multicast form has, nor otherwise.
         assert ("multimem" in ptx) == (algorithm == "multicast")
