@@ -11,6 +11,7 @@ from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.model import abstract_model
 from qwenjax.sharded_model import by_name, partition_specs
 from qwenjax.train.losses import HEAD, chunk_tokens
+from qwenjax_ffi.experts_training import EVERY_EXPERT_UP_TO
 
 # Float32 masters, their gradients and AdamW's two moments.
 _HEAD_BYTES_PER_PARAMETER = 16
@@ -24,7 +25,9 @@ def head_training_bytes(config: ModelConfig, mesh: Mesh, batch: int, length: int
     batch: windows of `length` tokens, over all data ranks. "base" is exact (no gradient, no masters: its own dtype), as
     are the head's 16 bytes a parameter. "activations" counts what a depth keeps for its gradient: of each token 12 rows
     of the hidden size, the attention's q, k, v and output, float32 scores where the window attention keeps them (from
-    the second depth on), and each chosen expert's gate, up and input; XLA's own scratch comes on top.
+    the second depth on), and the experts': their weights as the matmuls take them, and every expert's gate, up and
+    input where every expert runs on every token. XLA's own scratch comes on top: at Qwen3-30B's shape the peak on an
+    H200 was 1.16 of the total (bench/results/train-head-30b.txt).
     """
     _, abstract = abstract_model(config, mesh)
     shapes, specs = by_name(abstract), by_name(partition_specs(abstract))
@@ -37,8 +40,11 @@ def head_training_bytes(config: ModelConfig, mesh: Mesh, batch: int, length: int
     attention = (
         2 * heads * config.head_dim + 2 * max(1, config.num_key_value_heads // mesh.shape["model"]) * config.head_dim
     )
-    rows = config.num_experts_per_tok * (config.hidden_size + 3 * config.moe_intermediate_size)
-    per_depth = tokens * width * (12 * config.hidden_size + attention + rows)
+    local = config.num_experts // mesh.size
+    experts = 3 * local * config.hidden_size * config.moe_intermediate_size
+    every_expert = local <= EVERY_EXPERT_UP_TO * config.num_experts_per_tok
+    rows = local * 3 * config.moe_intermediate_size * every_expert
+    per_depth = width * (tokens * (12 * config.hidden_size + attention + rows) + experts)
     scores = tokens * length * heads * 4 * max(0, depths - 1)
     logits = min(chunk_tokens(config.vocab_size), tokens) * config.vocab_size * 4 * _LOGITS_AT_ONCE
     parts = {"base": base, "head": head, "activations": depths * per_depth + scores, "logits": logits}
