@@ -4,9 +4,9 @@ Rows are sorted by group; group e has group_sizes[e] of them (int32, on device, 
 sum(group_sizes) are padding: kernels neither read nor write them, the references return zeros there.
 
 Each takes `implementation`: "auto" runs the kernel of qwenjax_ffi.grouped_gemm_kernel (Hopper) or of
-qwenjax_ffi.grouped_gemm_blackwell where the weight is packed for it and the GPU is one that it is for, else the
-reference; see qwenjax_ffi.implementation. The Blackwell kernels multiply quantised rows, which is never chosen here:
-they run with activation_format "mxfp8" alone.
+qwenjax_ffi.grouped_gemm_blackwell where it takes the weight (MXFP8 packed for it; on Hopper bf16 as well) and the GPU
+is one that it is for, else the reference; see qwenjax_ffi.implementation. The Blackwell kernels multiply quantised
+rows, which is never chosen here: they run with activation_format "mxfp8" alone.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
     rows: [rows, features]; token_rows: int32 [tokens, top_k], -1 for none. Returns float32 [tokens, features].
     """
 
-    def add(choice: int, total: jax.Array) -> jax.Array:
+    # Unrolled: a loop would end the command buffer that the kernels around it are captured in.
+    total = jnp.zeros((token_rows.shape[0], rows.shape[1]), jnp.float32)
+    for choice in range(token_rows.shape[1]):
         row = token_rows[:, choice]
         # where, not a product with 0: a padding row may hold NaN.
-        return total + jnp.where((row >= 0)[:, None], rows[jnp.maximum(row, 0)].astype(jnp.float32), 0.0)
-
-    start = jnp.zeros((token_rows.shape[0], rows.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, token_rows.shape[1], add, start)
+        total = total + jnp.where((row >= 0)[:, None], rows[jnp.maximum(row, 0)].astype(jnp.float32), 0.0)
+    return total
 
 
 def _use_kernel(
@@ -138,7 +138,7 @@ def _use_kernel(
     x: jax.Array | BlockScaledRows,
     activation_format: ActivationFormat,
     row_order: RowOrder,
-) -> TypeGuard[PackedMXFP8Weight]:
+) -> TypeGuard[PackedMXFP8Weight | jax.Array]:
     unavailable = _kernels(weight).unavailable(x, weight, row_order, activation_format)
     return choose(op, implementation, unavailable) == "kernel"
 

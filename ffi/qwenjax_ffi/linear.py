@@ -37,6 +37,8 @@ def linear(
     dtype = jnp.dtype(out_dtype or x.dtype)
     kernels = blackwell if isinstance(weight, PackedMXFP8Weight) and weight.layout == "block_scaled" else kernel
     unavailable = kernels.unavailable(x, weight, activation_format=activation_format)
+    if not isinstance(weight, PackedMXFP8Weight):
+        unavailable = f"the weight is {type(weight).__name__}, the kernel is for PackedMXFP8Weight"
     if choose("linear", implementation, unavailable) == "kernel":
         assert isinstance(weight, PackedMXFP8Weight)
         y = _one_group(kernels, x, weight, layer, dtype if bias is None else jnp.dtype(jnp.float32))

@@ -118,6 +118,39 @@ def store_global_v2_f32(address: Int64, first: Float32, second: Float32) -> None
     cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
+def store_global_if(address: Int64, offset: int, value: Uint32, count: Int32, index: int) -> None:
+    """One 32-bit word to global memory at a constant offset, where the constant index is below count.
+
+    Predicated, with the offset in the instruction: an address and a branch a store take six times the instructions.
+    """
+    cute.arch.inline_ptx(
+        f"{{\n.reg .pred stores;\nsetp.gt.s32 stores, {{$r2}}, {index};\n"
+        f"@stores st.global.b32 [{{$r0}}+{offset}], {{$r1}};\n}}",
+        read_only_args=[address, value, count],
+    )
+
+
+def store_global_v2_f32_if(
+    address: Int64, offset: int, first: Float32, second: Float32, count: Int32, index: int
+) -> None:
+    """The same of two floats, at an 8-byte aligned address."""
+    cute.arch.inline_ptx(
+        f"{{\n.reg .pred stores;\nsetp.gt.s32 stores, {{$r3}}, {index};\n"
+        f"@stores st.global.v2.f32 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}}};\n}}",
+        read_only_args=[address, first, second, count],
+    )
+
+
+def load_shared_f32(address: Int32) -> Float32:
+    """One float of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def store_shared_f32(address: Int32, value: Float32) -> None:
+    """One float to shared memory."""
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     """The products of two pairs of bf16; subnormal operands keep their value."""
     return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])

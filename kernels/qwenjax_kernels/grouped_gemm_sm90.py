@@ -1,12 +1,11 @@
-"""Grouped GEMM of bf16 rows and packed MXFP8 weights for Hopper (sm_90a).
+"""Grouped GEMM for Hopper (sm_90a): what its forms for MXFP8 and for bf16 weights share.
 
 The weights are the M operand of `wgmma` and the rows of a group its N operand, so that groups of a few rows waste
 no tensor work. A persistent block runs over tiles of `tile_m` weight rows by `tile_rows` rows of one group:
 
-- one warp copies weight units (see `fragments`) to shared memory with cp.async.bulk, `stages` deep;
+- one warp copies weights to shared memory, `stages` deep, 128 of k a stage;
 - two warps gather the rows with cp.async into the 128-byte swizzle that wgmma reads;
-- each consumer warpgroup loads its fragment bytes with 16-byte shared loads, decodes them to bf16 in registers
-  (exact, see `fragments`) and multiplies while the next half unit is decoded;
+- the consumer warpgroups multiply, each its own units of 64 weight rows, or each its own stages in turn (`split_k`);
 - the epilogue applies SwiGLU or the rows' weights in float32 and stores straight to the row.
 
 Rows at and after sum(group_sizes) are neither read nor written.
@@ -14,12 +13,13 @@ Rows at and after sum(group_sizes) are neither read nor written.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from qwenjax_kernels import device, fragments
@@ -30,15 +30,25 @@ GATHER_WARPS = 2
 GATHERED_ROWS = 2 * GATHER_WARPS  # in one turn
 # wgmma truncates as it accumulates: 2.4e-6 of the norm over k = 2048. Float32 results sum segments of 512 instead.
 SEGMENT_UNITS = 4
+# Named barriers of split_k: the exchange is free to write, its sums are all there.
+EXCHANGE_FREE, EXCHANGE_FULL = 1, 2
 
 
 class GroupedGemmSm90:
-    """The kernel for one problem and tile choice; call `launch` from a `@cute.jit` function.
+    """The kernel for one problem and tile choice; call `launch` of a subclass from a `@cute.jit` function.
 
-    y[r] = weight[group of r] @ x[row_token[r] or r], then the epilogue. Shapes: x bf16 [tokens, k]; weights uint8
-    [(layers,) groups, row units, k units, 8448]; group_sizes int32 [groups]; row_token int32 [rows] or None;
-    row_weight float32 [rows] or None; layer int32 [1] or None; out bf16 or float32 [rows, width].
+    y[r] = weight[group of r] @ x[row_token[r] or r], then the epilogue. Shapes: x bf16 [tokens, k]; weights as the
+    subclass says, of `layers` layers; group_sizes int32 [groups]; row_token int32 [rows] or None; row_weight float32
+    [rows] or None; layer int32 [1] or None; out bf16 or float32 [rows, width].
+
+    A subclass sets `unit_bytes`, of 64 weight rows by 128 of k in shared memory; `operand_source`, where wgmma finds
+    them; and `halves_are_neighbours`, whether fragment rows g and g + 8 of a warp are neighbouring outputs (else they
+    are as they lie, and only SwiGLU has its gate in g and its up row in g + 8).
     """
+
+    unit_bytes: int
+    operand_source: warpgroup.OperandSource
+    halves_are_neighbours: bool
 
     def __init__(
         self,
@@ -50,12 +60,14 @@ class GroupedGemmSm90:
         tile: Tile,
         num_sms: int,
         float32_out: bool = False,
+        layers: int = 1,
     ) -> None:
         if k % fragments.MX_BLOCK:
             raise ValueError(f"k is {k}; it must be a multiple of {fragments.MX_BLOCK}")
         self.k = k
         self.width = width
         self.num_groups = num_groups
+        self.layers = layers
         self.epilogue = epilogue
         self.tile = tile
         self.float32_out = float32_out
@@ -63,10 +75,31 @@ class GroupedGemmSm90:
         self.row_units, self.k_units = fragments.units(fragment_rows, k)
         self.m_tiles = -(-self.row_units // tile.m_units)
         self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles)
-        self.stages = tile.stages(num_groups)
+        self.stages = tile.stages(num_groups, self.unit_bytes)
+        self.turn_step = tile.warpgroups if tile.split_k else 1
         self.grid = num_sms
-        if self.stages < 2:
+        if self.stages < max(2, self.turn_step):
             raise ValueError(f"{tile} leaves room for {self.stages} stages")
+
+    def weight_view(self, weights: cute.Tensor) -> tuple[Any, Any, Any]:
+        """The TMA copy of a stage's weights, the tensor that it reads and their layout in shared memory, or None."""
+        raise NotImplementedError
+
+    def weight_source(self, weights: cute.Tensor, layer: cute.Tensor | None) -> Any:
+        """What `copy_weights` needs to find the layer."""
+        raise NotImplementedError
+
+    def weight_operand(self, tiled_mma: cute.TiledMma, thread: Int32, first_unit: Int32, shared_weights: Any) -> Any:
+        """What `multiply_units` needs of a consumer warpgroup's weights, whose units begin at `first_unit`."""
+        raise NotImplementedError
+
+    def copy_weights(self, *arguments: Any) -> None:
+        """The weight producer, a warp."""
+        raise NotImplementedError
+
+    def multiply_units(self, *arguments: Any) -> Any:
+        """Adds units of k to the accumulators: the stages from `stage` in steps of `turn_step`."""
+        raise NotImplementedError
 
     @cute.jit
     def launch(
@@ -86,7 +119,7 @@ class GroupedGemmSm90:
                 BFloat16,
                 Float32,
                 (fragments.UNIT_ROWS, self.tile.rows, 16),
-                warpgroup.OperandSource.RMEM,
+                self.operand_source,
                 OperandMajorMode.K,
                 OperandMajorMode.K,
             )
@@ -96,7 +129,21 @@ class GroupedGemmSm90:
             (self.tile.rows, fragments.UNIT_K, self.stages),
             order=(0, 1, 2),
         )
-        self.kernel(x, weights, group_sizes, row_token, row_weight, layer, out, tiled_mma, row_layout).launch(
+        copy, source, weight_layout = self.weight_view(weights)
+        self.kernel(
+            x,
+            weights,
+            group_sizes,
+            row_token,
+            row_weight,
+            layer,
+            out,
+            tiled_mma,
+            row_layout,
+            copy,
+            source,
+            weight_layout,
+        ).launch(
             grid=[self.grid, 1, 1],
             block=[self.tile.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -115,20 +162,28 @@ class GroupedGemmSm90:
         out: cute.Tensor,
         tiled_mma: cute.TiledMma,
         row_layout: cute.ComposedLayout,
+        weight_copy: cute.CopyAtom | None,
+        weight_tensor: cute.Tensor | None,
+        weight_layout: Any,
     ) -> None:
         stages = self.stages
+        weight_bytes = stages * self.tile.m_units * self.unit_bytes
 
         @cute.struct
         class Storage:
             rows: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(row_layout)], 1024]
-            weights: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, stages * self.tile.weight_stage_bytes], 128]
+            weights: cute.struct.Align[cute.struct.MemRange[BFloat16, weight_bytes // 2], 1024]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, max(self.tile.exchange_bytes // 4, 1)], 16]
             barriers: cute.struct.MemRange[Int64, 2 * stages]
             tile_end: cute.struct.MemRange[Int32, self.num_groups]
             row_end: cute.struct.MemRange[Int32, self.num_groups]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         shared_rows = storage.rows.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-        weights_address = storage.weights.data_ptr().toint()
+        if cutlass.const_expr(weight_layout is None):
+            shared_weights = storage.weights.data_ptr().toint()
+        else:
+            shared_weights = storage.weights.get_tensor(weight_layout.outer, swizzle=weight_layout.inner)
         full = storage.barriers.data_ptr()
         empty = full + stages
         tile_end = storage.tile_end.data_ptr().toint()
@@ -145,7 +200,7 @@ class GroupedGemmSm90:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + stage, 1 + GATHER_WARPS * WARP)
-                    cute.arch.mbarrier_init(empty + stage, 4 * self.tile.warpgroups)
+                    cute.arch.mbarrier_init(empty + stage, 4 * self.tile.warpgroups // self.turn_step)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -153,11 +208,20 @@ class GroupedGemmSm90:
         producer_registers, consumer_registers = self.tile.registers()
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
-            source = device.layer_address(
-                weights, layer, self.num_groups * self.row_units * self.k_units * fragments.UNIT_BYTES
-            )
             if warp == 0:
-                self.copy_weights(source, weights_address, full, empty, tile_end, row_end, block, total, lane)
+                self.copy_weights(
+                    self.weight_source(weights, layer),
+                    weight_copy,
+                    weight_tensor,
+                    shared_weights,
+                    full,
+                    empty,
+                    tile_end,
+                    row_end,
+                    block,
+                    total,
+                    lane,
+                )
             elif warp <= GATHER_WARPS:
                 self.gather_rows(
                     x.iterator.toint(),
@@ -174,65 +238,22 @@ class GroupedGemmSm90:
                 )
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            factors = device.address_of(row_weight)
             self.multiply(
                 tiled_mma,
                 shared_rows,
-                weights_address,
+                shared_weights,
+                storage.exchange.data_ptr().toint(),
                 full,
                 empty,
                 tile_end,
                 row_end,
                 out.iterator.toint(),
-                factors,
+                device.address_of(row_weight),
                 block,
                 total,
                 thread - WARPGROUP,
                 lane,
             )
-
-    @cute.jit
-    def copy_weights(
-        self,
-        weights: Int64,
-        weights_address: Int32,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        tile_end: Int32,
-        row_end: Int32,
-        block: Int32,
-        total: Int32,
-        lane: Int32,
-    ) -> None:
-        """The weight producer: a warp of which one lane issues a bulk copy a unit."""
-        stage = Int32(0)
-        phase = Int32(1)
-        index = block
-        while index < total:
-            group, m_tile, _, _, _ = self.schedule.locate(index, tile_end, row_end, lane)
-            sources = []
-            for unit in cutlass.range_constexpr(self.tile.m_units):
-                row_unit = cutlass.min(m_tile * self.tile.m_units + unit, self.row_units - 1)
-                sources.append(
-                    weights + (Int64(group) * self.row_units + Int64(row_unit)) * (self.k_units * fragments.UNIT_BYTES)
-                )
-            for k_unit in cutlass.range(self.k_units, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile.weight_stage_bytes)
-                    for unit in cutlass.range_constexpr(self.tile.m_units):
-                        device.bulk_copy(
-                            weights_address + stage * self.tile.weight_stage_bytes + unit * fragments.UNIT_BYTES,
-                            sources[unit] + Int64(k_unit) * fragments.UNIT_BYTES,
-                            fragments.UNIT_BYTES,
-                            (full + stage).toint(),
-                            self.tile.rows <= 64,
-                        )
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase ^= 1
-            index += self.grid
 
     @cute.jit
     def gather_rows(
@@ -278,22 +299,26 @@ class GroupedGemmSm90:
             for k_unit in cutlass.range(self.k_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 column = k_unit * (fragments.UNIT_K * 2) + chunk * 16
-                base = x + Int64(column)
                 inside = column < self.k * 2
-                for turn in cutlass.range_constexpr(turns):
-                    if cutlass.const_expr(tokens is not None):
+                base = x + Int64(column if inside else 0)
+                if cutlass.const_expr(tokens is not None):
+                    for turn in cutlass.range_constexpr(turns):
                         token = cute.arch.shuffle_sync(origins[turn // 16], turn % 16 * 2 + lane // 16)
-                        copies = token
-                    else:
-                        token = first_row + turn * GATHERED_ROWS + slot
-                        copies = rows_stop - 1 - token
-                    target = lines[turn % 2] + stage * self.tile.row_stage_bytes + turn * (GATHERED_ROWS * 128)
-                    address = base + Int64(token) * (self.k * 2)
-                    if cutlass.const_expr(self.k % fragments.UNIT_K == 0):
-                        device.copy_16_if(copies, target, address)
-                    else:
-                        size = Int32(16) if inside else Int32(0)
-                        device.copy_16_or_zeros_if(copies, target, address if inside else x, size)
+                        target = lines[turn % 2] + stage * self.tile.row_stage_bytes + turn * (GATHERED_ROWS * 128)
+                        self.copy_row(base, inside, token, token, target)
+                else:
+                    # 32 turns at once spill from 40 registers.
+                    unrolled = math.gcd(turns, 8)
+                    for several in cutlass.range(turns // unrolled, unroll=1):
+                        for turn in cutlass.range_constexpr(unrolled):
+                            here = several * (unrolled * GATHERED_ROWS) + turn * GATHERED_ROWS
+                            self.copy_row(
+                                base,
+                                inside,
+                                rows_stop - 1 - (first_row + slot) - here,
+                                first_row + slot + here,
+                                lines[turn % 2] + stage * self.tile.row_stage_bytes + here * 128,
+                            )
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage += 1
                 if stage == self.stages:
@@ -302,11 +327,22 @@ class GroupedGemmSm90:
             index += self.grid
 
     @cute.jit
+    def copy_row(self, base: Int64, inside: cutlass.Boolean, copies: Int32, token: Int32, target: Int32) -> None:
+        """A thread's 16 bytes of a row, where `copies` is not negative; zeros past the end of k (not `inside`)."""
+        address = base + Int64(token) * (self.k * 2)
+        if cutlass.const_expr(self.k % fragments.UNIT_K == 0):
+            device.copy_16_if(copies, target, address)
+        else:
+            size = Int32(16) if inside else Int32(0)
+            device.copy_16_or_zeros_if(copies, target, address, size)
+
+    @cute.jit
     def multiply(
         self,
         tiled_mma: cute.TiledMma,
         shared_rows: cute.Tensor,
-        weights_address: Int32,
+        shared_weights: Any,
+        exchange: Int32,
         full: cute.Pointer,
         empty: cute.Pointer,
         tile_end: Int32,
@@ -318,39 +354,42 @@ class GroupedGemmSm90:
         thread: Int32,
         lane: Int32,
     ) -> None:
-        """A consumer warpgroup: decodes its units, multiplies, and stores its part of each tile."""
+        """A consumer warpgroup: multiplies its units or its stages, and stores its part of each tile."""
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         thread = thread % WARPGROUP
-        slice_ = tiled_mma.get_slice(thread)
-        rows_fragment = tiled_mma.make_fragment_B(slice_.partition_B(shared_rows))
+        units = self.tile.units
+        first_unit = Int32(0) if self.tile.split_k else warpgroup_index * units
+        first_turn = warpgroup_index if self.tile.split_k else Int32(0)
+        rows_fragment = tiled_mma.make_fragment_B(tiled_mma.get_slice(thread).partition_B(shared_rows))
         shape = tiled_mma.partition_shape_C((fragments.UNIT_ROWS, self.tile.rows))
-        accumulators = [tiled_mma.make_fragment_C(shape) for _ in range(self.tile.units)]
-        half_unit = tiled_mma.partition_shape_A((fragments.UNIT_ROWS, fragments.UNIT_K // 2))
-        buffers = [cute.make_rmem_tensor(half_unit, BFloat16) for _ in range(2)]
+        accumulators = [tiled_mma.make_fragment_C(shape) for _ in range(units)]
+        operand = self.weight_operand(tiled_mma, thread, first_unit, shared_weights)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        mine = weights_address + warpgroup_index * (self.tile.units * fragments.UNIT_BYTES)
+        if cutlass.const_expr(self.tile.split_k):
+            self.free_exchange(warpgroup_index)
 
         leads = Int32(lane == 0)
-        stage = Int32(0)
-        phase = Int32(0)
+        turns = (self.k_units - first_turn + (self.turn_step - 1)) // self.turn_step
+        tile_stage = Int32(0)
+        tile_phase = Int32(0)
         index = block
         while index < total:
             _, m_tile, _, first_row, rows_stop = self.schedule.locate(index, tile_end, row_end, lane)
             row_factors = self.load_factors(factors, first_row, rows_stop, lane)
-            for unit in cutlass.range_constexpr(self.tile.units):
+            stage, phase = self.advance(tile_stage, tile_phase, first_turn)
+            for unit in cutlass.range_constexpr(units):
                 accumulators[unit].fill(0.0)
             if cutlass.const_expr(self.float32_out):
-                sums = [cute.make_rmem_tensor_like(accumulators[0]) for _ in range(self.tile.units)]
-                for unit in cutlass.range_constexpr(self.tile.units):
+                sums = [cute.make_rmem_tensor_like(accumulators[0]) for _ in range(units)]
+                for unit in cutlass.range_constexpr(units):
                     sums[unit].fill(0.0)
-                for segment in cutlass.range(-(-self.k_units // SEGMENT_UNITS), unroll=1):
-                    count = cutlass.min(self.k_units - segment * SEGMENT_UNITS, SEGMENT_UNITS)
+                for segment in cutlass.range((turns + (SEGMENT_UNITS - 1)) // SEGMENT_UNITS, unroll=1):
+                    count = cutlass.min(turns - segment * SEGMENT_UNITS, SEGMENT_UNITS)
                     stage, phase = self.multiply_units(
                         tiled_mma,
                         accumulators,
-                        buffers,
+                        operand,
                         rows_fragment,
-                        mine,
                         full,
                         empty,
                         count,
@@ -359,81 +398,80 @@ class GroupedGemmSm90:
                         thread,
                         leads,
                     )
-                    for unit in cutlass.range_constexpr(self.tile.units):
+                    for unit in cutlass.range_constexpr(units):
                         sums[unit].store(sums[unit].load() + accumulators[unit].load())
                         accumulators[unit].fill(0.0)
-                for unit in cutlass.range_constexpr(self.tile.units):
+                for unit in cutlass.range_constexpr(units):
                     accumulators[unit].store(sums[unit].load())
             else:
                 stage, phase = self.multiply_units(
                     tiled_mma,
                     accumulators,
-                    buffers,
+                    operand,
                     rows_fragment,
-                    mine,
                     full,
                     empty,
-                    Int32(self.k_units),
+                    turns,
                     stage,
                     phase,
                     thread,
                     leads,
                 )
-            for unit in cutlass.range_constexpr(self.tile.units):
-                row_unit = m_tile * self.tile.m_units + warpgroup_index * self.tile.units + unit
-                self.store(accumulators[unit], out, row_factors, row_unit, first_row, rows_stop, thread, lane)
+            first_row_unit = m_tile * self.tile.m_units + first_unit
+            if cutlass.const_expr(self.tile.split_k):
+                tile_stage, tile_phase = self.advance_far(tile_stage, tile_phase, self.k_units)
+                self.add_sums(accumulators, exchange, warpgroup_index, thread)
+                if warpgroup_index == 0:
+                    self.store_units(accumulators, out, row_factors, first_row_unit, first_row, rows_stop, thread, lane)
+            else:
+                tile_stage = stage
+                tile_phase = phase
+                self.store_units(accumulators, out, row_factors, first_row_unit, first_row, rows_stop, thread, lane)
             index += self.grid
 
     @cute.jit
-    def multiply_units(
-        self,
-        tiled_mma: cute.TiledMma,
-        accumulators: Any,
-        buffers: Any,
-        rows_fragment: cute.Tensor,
-        mine: Int32,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        count: Int32,
-        stage: Int32,
-        phase: Int32,
-        thread: Int32,
-        leads: Int32,
-    ) -> tuple[Int32, Int32]:
-        """Adds `count` units of k to the accumulators; on return no wgmma is in flight."""
-        previous = stage
-        for turn in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            # The gathered rows were written by cp.async, which is not the proxy that wgmma reads through.
-            cute.arch.fence_view_async_shared()
-            base = mine + stage * self.tile.weight_stage_bytes
-            for unit in cutlass.range_constexpr(self.tile.units):
-                words, scales = self.load_unit(base + unit * fragments.UNIT_BYTES, thread)
-                for half in cutlass.range_constexpr(2):
-                    # Two halves in flight: the one before the last has been read, its buffer is free.
-                    warpgroup.wait_group(1)
-                    if cutlass.const_expr(unit == 0 and half == 1):
-                        # One arrival a warp: its loads and wgmmas of the stage before are over.
-                        device.arrive_if((empty + previous).toint(), leads & Int32(turn > 0))
-                    self.decode_half(words, scales, half, buffers[half])
-                    warpgroup.fence()
-                    for step in cutlass.range_constexpr(4):
-                        cute.gemm(
-                            tiled_mma,
-                            accumulators[unit],
-                            buffers[half][None, None, step],
-                            rows_fragment[None, None, half * 4 + step, stage],
-                            accumulators[unit],
-                        )
-                    warpgroup.commit_group()
-            previous = stage
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
-        warpgroup.wait_group(0)
-        device.arrive_if((empty + previous).toint(), leads)
+    def advance(self, stage: Int32, phase: Int32, by: Any) -> tuple[Int32, Int32]:
+        """The stage and its phase `by` stages on, no more than there are."""
+        stage += by
+        if stage >= self.stages:
+            stage -= self.stages
+            phase ^= 1
         return stage, phase
+
+    @cute.jit
+    def advance_far(self, stage: Int32, phase: Int32, by: cutlass.Constexpr) -> tuple[Int32, Int32]:
+        """The same by any number of stages."""
+        rounds = (stage + by) // self.stages
+        return stage + by - rounds * self.stages, phase ^ (rounds & 1)
+
+    @cute.jit
+    def free_exchange(self, warpgroup_index: Int32) -> None:
+        """The first warpgroup lets the others write their sums."""
+        if warpgroup_index == 0:
+            cute.arch.barrier_arrive(barrier_id=EXCHANGE_FREE, number_of_threads=self.tile.warpgroups * WARPGROUP)
+
+    @cute.jit
+    def add_sums(self, accumulators: Any, exchange: Int32, warpgroup_index: Int32, thread: Int32) -> None:
+        """Adds the accumulators of all warpgroups, in their order, to those of the first."""
+        threads = self.tile.warpgroups * WARPGROUP
+        size = cute.size(accumulators[0].shape)
+        if warpgroup_index > 0:
+            mine = exchange + (warpgroup_index - 1) * (self.tile.units * size * WARPGROUP * 4) + thread * 4
+            cute.arch.barrier(barrier_id=EXCHANGE_FREE, number_of_threads=threads)
+            for unit in cutlass.range_constexpr(self.tile.units):
+                for register in cutlass.range_constexpr(size):
+                    place = (unit * size + register) * (WARPGROUP * 4)
+                    device.store_shared_f32(mine + place, accumulators[unit][register])
+            cute.arch.barrier_arrive(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
+        else:
+            cute.arch.barrier(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
+            for other in cutlass.range_constexpr(self.tile.warpgroups - 1):
+                for unit in cutlass.range_constexpr(self.tile.units):
+                    for register in cutlass.range_constexpr(size):
+                        place = ((other * self.tile.units + unit) * size + register) * (WARPGROUP * 4)
+                        added = device.load_shared_f32(exchange + place + thread * 4)
+                        accumulators[unit][register] = accumulators[unit][register] + added
+        self.free_exchange(warpgroup_index)
 
     @cute.jit
     def load_factors(self, factors: Int64 | None, first_row: Int32, rows_stop: Int32, lane: Int32) -> Any:
@@ -446,88 +484,95 @@ class GroupedGemmSm90:
         return row_factors
 
     @cute.jit
-    def load_unit(self, address: Int32, thread: Int32) -> Any:
-        """A thread's 16 words of elements and the scales of its two rows (a byte an MX block)."""
-        words = []
-        for vector in cutlass.range_constexpr(fragments.UNIT_VECTORS):
-            words += list(device.load_shared_v4(address + vector * (WARPGROUP * 16) + thread * 16))
-        scales = device.load_shared_v2(address + fragments.UNIT_ELEMENT_BYTES + (thread // 4) * 8)
-        return words, scales
-
-    @cute.jit
-    def decode_half(self, words: Any, scales: Any, half: cutlass.Constexpr, buffer: cute.Tensor) -> None:
-        """Two MX blocks (64 of k) as A fragments of four wgmmas."""
-        registers = cute.recast_tensor(buffer, Uint32)
-        first_mask = Uint32(fragments.FIRST_MASK * 0x10001)
-        low_mask = Uint32(fragments.SECOND_LOW_MASK * 0x10001)
-        high_mask = Uint32(fragments.SECOND_HIGH_MASK * 0x10001)
-        for block in cutlass.range_constexpr(2):
-            vector = half * 2 + block
-            for row_half in cutlass.range_constexpr(2):
-                scale = device.byte_twice(scales[row_half], vector)
-                # 2^(scale - 127 + 120) as bf16; past 2^127 the sum runs into infinity and is held at NaN.
-                factor = device.min_u16x2(scale * Uint32(128) + Uint32(0x3C003C00), 0x7FC07FC0)
-                for step in cutlass.range_constexpr(2):
-                    word = words[vector * 4 + step * 2 + row_half]
-                    first = word & first_mask
-                    second = ((word << 4) & low_mask) | ((word >> 4) & high_mask)
-                    register = (block * 2 + step) * 4 + row_half
-                    registers[register] = device.multiply_bf16x2(first, factor)
-                    registers[register + 2] = device.multiply_bf16x2(second, factor)
-
-    @cute.jit
-    def store(
+    def store_units(
         self,
-        accumulator: cute.Tensor,
+        accumulators: Any,
         out: Int64,
         row_factors: Any,
-        row_unit: Int32,
+        first_row_unit: Int32,
         first_row: Int32,
         rows_stop: Int32,
         thread: Int32,
         lane: Int32,
     ) -> None:
-        """The epilogue of one unit. A thread holds fragment rows g and g + 8 of its warp, two columns in eight."""
-        warp = thread // WARP
-        lane_group = lane // 4
-        column = (lane % 4) * 2
-        if cutlass.const_expr(self.epilogue == "swiglu"):
-            # Neighbours in lane_group trade a column, so that each stores two outputs of one row: 4 bytes.
-            odd = lane_group % 2
-            feature = row_unit * 32 + warp * 8 + lane_group - odd
-            for block in cutlass.range_constexpr(self.tile.rows // 8):
-                values = []
-                for pair in cutlass.range_constexpr(2):
-                    gate = accumulator[block * 4 + pair]
-                    up = accumulator[block * 4 + 2 + pair]
-                    values.append(device.silu_times(gate, up))
-                give = values[0] if odd == 1 else values[1]
-                keep = values[1] if odd == 1 else values[0]
-                got = cute.arch.shuffle_sync_bfly(give, 4)
-                row = first_row + block * 8 + column + odd
-                if row < rows_stop and feature < self.width:
-                    low = got if odd == 1 else keep
-                    high = keep if odd == 1 else got
-                    self.store_pair(out, row, feature, low, high)
-        else:
-            feature = row_unit * fragments.UNIT_ROWS + warp * 16 + lane_group * 2
-            for block in cutlass.range_constexpr(self.tile.rows // 8):
-                for pair in cutlass.range_constexpr(2):
-                    low = accumulator[block * 4 + pair]
-                    high = accumulator[block * 4 + 2 + pair]
-                    if cutlass.const_expr(self.epilogue == "row_weight"):
-                        factor = cute.arch.shuffle_sync(row_factors[block // 4], block % 4 * 8 + column + pair)
-                        low = low * factor
-                        high = high * factor
-                    row = first_row + block * 8 + column + pair
-                    if row < rows_stop and feature < self.width:
-                        self.store_pair(out, row, feature, low, high)
+        """The epilogue. A thread holds fragment rows g and g + 8 of its warp, two columns in eight."""
+        for unit in cutlass.range_constexpr(self.tile.units):
+            row_unit = first_row_unit + unit
+            if cutlass.const_expr(self.epilogue == "swiglu"):
+                feature = row_unit * 32 + thread // WARP * 8 + lane // 4
+                values = [
+                    device.silu_times(
+                        accumulators[unit][i // 2 * 4 + i % 2], accumulators[unit][i // 2 * 4 + 2 + i % 2]
+                    )
+                    for i in range(self.tile.rows // 4)
+                ]
+                self.store_columns(values, out, feature, first_row, rows_stop, lane)
+            else:
+                feature = row_unit * fragments.UNIT_ROWS + thread // WARP * 16
+                halves = []
+                for half in cutlass.range_constexpr(2):
+                    values = [accumulators[unit][i // 2 * 4 + half * 2 + i % 2] for i in range(self.tile.rows // 4)]
+                    halves.append(self.weighted(values, row_factors, lane))
+                if cutlass.const_expr(self.halves_are_neighbours):
+                    self.store_pairs(halves[0], halves[1], out, feature + lane // 4 * 2, first_row, rows_stop, lane)
+                else:
+                    for half in cutlass.range_constexpr(2):
+                        self.store_columns(
+                            halves[half], out, feature + half * 8 + lane // 4, first_row, rows_stop, lane
+                        )
 
     @cute.jit
-    def store_pair(self, out: Int64, row: Int32, feature: Int32, low: Float32, high: Float32) -> None:
-        """Two neighbouring outputs of a row."""
-        element = Int64(row) * self.width + Int64(feature)
-        if cutlass.const_expr(self.float32_out):
-            device.store_global_v2_f32(out + element * 4, low, high)
-        else:
-            device.store_global(out + element * 2, device.pack_bf16x2(low, high))
+    def weighted(self, values: Any, row_factors: Any, lane: Int32) -> Any:
+        """A thread's values of one fragment row (two columns in eight), times the weights of their rows."""
+        if cutlass.const_expr(self.epilogue != "row_weight"):
+            return values
+        column = (lane % 4) * 2
+        factors = [
+            cute.arch.shuffle_sync(row_factors[i // 8], i // 2 % 4 * 8 + column + i % 2) for i in range(len(values))
+        ]
+        return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+    @cute.jit
+    def store_columns(
+        self, values: Any, out: Int64, feature: Int32, first_row: Int32, rows_stop: Int32, lane: Int32
+    ) -> None:
+        """Stores a feature's values. Neighbours in lane / 4, which have neighbouring features, trade a column first, so
+        that each stores two outputs of one row."""
+        odd = lane // 4 % 2
+        lows = []
+        highs = []
+        for block in cutlass.range_constexpr(self.tile.rows // 8):
+            first = values[block * 2]
+            second = values[block * 2 + 1]
+            give = first if odd == 1 else second
+            keep = second if odd == 1 else first
+            got = cute.arch.shuffle_sync_bfly(give, 4)
+            lows.append(got if odd == 1 else keep)
+            highs.append(keep if odd == 1 else got)
+        row = first_row + lane % 4 * 2 + odd
+        self.store_rows(lows, highs, out, feature - odd, row, rows_stop, 8)
+
+    @cute.jit
+    def store_pairs(
+        self, lows: Any, highs: Any, out: Int64, feature: Int32, first_row: Int32, rows_stop: Int32, lane: Int32
+    ) -> None:
+        """Stores the values of two neighbouring features."""
+        for pair in cutlass.range_constexpr(2):
+            row = first_row + lane % 4 * 2 + pair
+            self.store_rows(lows[pair::2], highs[pair::2], out, feature, row, rows_stop, 8)
+
+    @cute.jit
+    def store_rows(
+        self, lows: Any, highs: Any, out: Int64, feature: Int32, row: Int32, rows_stop: Int32, step: cutlass.Constexpr
+    ) -> None:
+        """Stores two neighbouring features of rows row, row + step, ..."""
+        count = rows_stop - row if feature < self.width else Int32(0)
+        size = 4 if self.float32_out else 2
+        address = out + (Int64(row) * self.width + Int64(feature)) * size
+        for index in cutlass.range_constexpr(len(lows)):
+            offset = index * step * self.width * size
+            if cutlass.const_expr(self.float32_out):
+                device.store_global_v2_f32_if(address, offset, lows[index], highs[index], count, index * step)
+            else:
+                word = device.pack_bf16x2(lows[index], highs[index])
+                device.store_global_if(address, offset, word, count, index * step)

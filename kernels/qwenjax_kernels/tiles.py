@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qwenjax_kernels import fragments
@@ -19,34 +20,37 @@ class Tile:
     """One tile choice.
 
     rows: rows of a group in a tile, wgmma's N (a multiple of 8 up to 256).
-    warpgroups: consumer warpgroups; units: 64-row weight units a warpgroup. tile_m is 64 times their product.
+    warpgroups: consumer warpgroups; units: 64-row weight units that each has. tile_m is 64 times their product, or with
+    split_k 64 times units: then the warpgroups take turns along k, and their sums are added at the end.
     """
 
     rows: int
     warpgroups: int = 2
     units: int = 1
+    split_k: bool = False
 
     @property
     def m_units(self) -> int:
-        return self.warpgroups * self.units
+        return self.units if self.split_k else self.warpgroups * self.units
 
     @property
     def threads(self) -> int:
         return WARPGROUP * (1 + self.warpgroups)
 
     @property
-    def weight_stage_bytes(self) -> int:
-        return self.m_units * fragments.UNIT_BYTES
-
-    @property
     def row_stage_bytes(self) -> int:
         return self.rows * fragments.UNIT_K * 2
 
-    def stages(self, num_groups: int) -> int:
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory in which the warpgroups of split_k add their float32 sums."""
+        return (self.warpgroups - 1) * self.units * fragments.UNIT_ROWS * self.rows * 4 if self.split_k else 0
+
+    def stages(self, num_groups: int, unit_bytes: int) -> int:
         """As many as fit beside the group tables: the more bytes in flight, the closer to the memory's rate."""
-        spare = 1024 + 8 * num_groups + 512  # alignment, the two tables, barriers
+        spare = 1024 + 8 * num_groups + 512 + self.exchange_bytes  # alignment, the two tables, barriers
         budget = SHARED_BYTES - spare
-        return min(12, budget // (self.weight_stage_bytes + self.row_stage_bytes))
+        return min(12, budget // (self.m_units * unit_bytes + self.row_stage_bytes))
 
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producers and of the consumers.
@@ -54,7 +58,7 @@ class Tile:
         A block starts with the largest multiple of 8 that all its threads can have, and setmaxnreg only moves those
         about: a sum above them leaves the last warpgroup waiting for ever.
         """
-        producer = 40 if self.rows <= 32 else 56
+        producer = 40
         consumer = (self.register_pool - producer) // self.warpgroups // 8 * 8
         return producer, min(240, consumer)
 
@@ -62,3 +66,48 @@ class Tile:
     def register_pool(self) -> int:
         """Registers a thread summed over the warpgroups, as the block is launched."""
         return min(255, REGISTERS // self.threads) // 8 * 8 * (1 + self.warpgroups)
+
+
+# Rows of a tile, and the largest mean group that it is chosen for.
+TILE_ROWS = ((8, 4.0), (16, 8.0), (32, 16.0), (64, 64.0), (128, float("inf")))
+# The other fields of the tiles that were measured for each: bench/results/grouped_gemm.md.
+MXFP8_TILES = {
+    8: ((2, 2), (3, 1), (2, 1), (4, 1, True)),
+    16: ((2, 2), (3, 1), (2, 1), (4, 1, True)),
+    32: ((2, 2), (3, 1), (2, 1), (3, 1, True)),
+    64: ((2, 3), (2, 2), (2, 1), (2, 1, True)),
+    128: ((2, 2), (2, 1, True)),
+}
+BF16_TILES = {
+    8: ((2, 1), (2, 1, True)),
+    16: ((2, 1), (2, 1, True)),
+    32: ((2, 1), (2, 1, True)),
+    64: ((2, 2), (2, 1), (2, 1, True)),
+    128: ((2, 2), (2, 1, True)),
+}
+# Time of a unit of 64 by 128 beside that of the highest tile of as many rows, where the tensor cores are the limit.
+SPLIT_K_COST = 1.3
+
+
+def choose_tile(
+    rows: int, num_groups: int, row_units: int, *, mxfp8: bool, float32_out: bool = False, num_sms: int = 132
+) -> Tile:
+    """The tile of a call with `rows` rows over `num_groups` groups whose weights are `row_units` units high.
+
+    The rows of a tile follow the mean group: a group past it costs a second tile, whose weights come from the L2.
+    Its height is the one that keeps the multiprocessors busy with the fewest units in the longest queue; among
+    equals the highest, which reads the rows least often. Float32 results keep every accumulator twice, in tiles of
+    half the height.
+    """
+    mean = rows / num_groups
+    tile_rows = next(size for size, largest_mean in TILE_ROWS if mean <= largest_mean)
+    row_tiles = num_groups * math.ceil(mean / tile_rows)
+
+    def longest_queue(tile: Tile) -> float:
+        units = math.ceil(row_tiles * math.ceil(row_units / tile.m_units) / num_sms) * tile.m_units
+        return units * SPLIT_K_COST if tile.split_k and tile.rows > 64 else units
+
+    tiles = [Tile(tile_rows, *fields) for fields in (MXFP8_TILES if mxfp8 else BF16_TILES)[tile_rows]]
+    if float32_out:
+        tiles = [replace(tile, units=min(tile.units, 128 // tile_rows)) for tile in tiles]
+    return min(tiles, key=lambda tile: (longest_queue(tile), -tile.m_units))

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 
 from qwenjax_ffi import grouped_gemm_kernel as kernels
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, pack, packed_shape, unpack
-from qwenjax_ffi.weights import MXFP8Weight
+from qwenjax_ffi.weights import MXFP8Weight, Weight
 from qwenjax_kernels import fragments
 from qwenjax_kernels.tiles import Tile
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 LAYERS, LAYER = 2, 1
 ODD_GROUPS = [127, 128, 129, 0, 1]
 # Groups, k, outputs: the shapes of the models, each with its own split of rows.
-MODEL_SHAPES = {"30b_up": (128, 2048, 768), "30b_down": (128, 768, 2048), "235b_up": (16, 4096, 1536)}
+MODEL_SHAPES = {"30b_down": (128, 768, 2048), "235b_up": (16, 4096, 3072), "235b_down": (16, 1536, 4096)}
 
 
 def random_weight(seed: int, shape: tuple[int, ...]) -> MXFP8Weight:
@@ -37,8 +38,21 @@ def random_weight(seed: int, shape: tuple[int, ...]) -> MXFP8Weight:
     return MXFP8Weight(jax.lax.bitcast_convert_type(elements, jnp.float8_e4m3fn), drawn.astype(jnp.uint8))
 
 
-def float64(weight: MXFP8Weight, *index: int) -> np.ndarray:
+def random_bf16(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+RANDOM: dict[str, Callable[[int, tuple[int, ...]], Weight]] = {"mxfp8": random_weight, "bf16": random_bf16}
+
+
+def for_kernel(weight: Weight, order: RowOrder = "plain") -> PackedMXFP8Weight | jax.Array:
+    return pack(weight, order) if isinstance(weight, MXFP8Weight) else weight
+
+
+def float64(weight: Weight, *index: int) -> np.ndarray:
     """One group's matrix, decoded on the host."""
+    if not isinstance(weight, MXFP8Weight):
+        return on_host(weight[index])
     elements = np.asarray(weight.elements[index]).astype(np.float64)
     scales = np.exp2(np.asarray(weight.scales[index]).astype(np.float64) - 127)
     return (elements.reshape(*elements.shape[:-1], -1, 32) * scales[..., None]).reshape(elements.shape)
@@ -65,50 +79,67 @@ def assert_bf16_close(y: np.ndarray, expected: np.ndarray, magnitude: np.ndarray
     assert worst <= 1, worst
 
 
+@pytest.mark.parametrize("kind", RANDOM)
 @pytest.mark.parametrize(
     ("k", "width", "sizes", "tile"),
     [
         (32, 32, [5], Tile(8)),
         (32, 96, [0, 3], Tile(16)),
+        (32, 64, [2, 0, 7], Tile(8, 3, 1, split_k=True)),  # the second and third warpgroup have nothing to add
         (96, 160, [0, 1, 17, 9, 8], Tile(8)),
         (160, 64, [0, 0, 0, 0, 40], Tile(16, 3, 1)),
-        (4096, 288, ODD_GROUPS, Tile(32, 2, 2)),
+        (1120, 352, [3, 0, 40, 16], Tile(16, 4, 1, split_k=True)),
+        (4096, 288, ODD_GROUPS, Tile(32, 2, 1)),
+        (4096, 288, ODD_GROUPS, Tile(32, 3, 1, split_k=True)),
         (2048, 1536, ODD_GROUPS, Tile(64, 2, 2)),
         (768, 2048, ODD_GROUPS, None),
+        (2048, 512, [3], None),
+        (2048, 512, [200], None),
     ],
     ids=str,
 )
-def test_float32_result_equals_float64(k: int, width: int, sizes: list[int], tile: Tile | None) -> None:
-    weight = random_weight(0, (LAYERS, len(sizes), width, k))
+def test_float32_result_equals_float64(k: int, width: int, sizes: list[int], tile: Tile | None, kind: str) -> None:
+    weight = RANDOM[kind](0, (LAYERS, len(sizes), width, k))
     x = rows_of(1, sum(sizes), k)
     call = jax.jit(lambda *a: kernels.grouped_gemm(*a, out_dtype=jnp.float32, tile=tile))
-    y = np.asarray(call(x, jnp.asarray(sizes, jnp.int32), pack(weight), jnp.asarray([LAYER], jnp.int32)))
+    y = np.asarray(call(x, jnp.asarray(sizes, jnp.int32), for_kernel(weight), jnp.asarray([LAYER], jnp.int32)))
     expected = np.concatenate([on_host(x[rows]) @ float64(weight, LAYER, g).T for g, rows in spans(sizes)])
     assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("kind", RANDOM)
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
 @pytest.mark.parametrize("mean", [4, 64, 150])
-def test_bf16_result_equals_float64_at_the_models_shapes(shape: str, mean: int) -> None:
+def test_bf16_result_equals_float64_at_the_models_shapes(shape: str, mean: int, kind: str) -> None:
     groups, k, width = MODEL_SHAPES[shape]
     sizes = np.random.default_rng(0).multinomial(mean * groups, np.full(groups, 1 / groups))
-    weight = random_weight(2, (groups, width, k))
+    weight = RANDOM[kind](2, (groups, width, k))
     x = rows_of(3, mean * groups, k)
-    y = on_host(jax.jit(kernels.grouped_gemm)(x, jnp.asarray(sizes, jnp.int32), pack(weight)))
+    y = on_host(jax.jit(kernels.grouped_gemm)(x, jnp.asarray(sizes, jnp.int32), for_kernel(weight)))
     some = spans(sizes)
     for g, rows in (some[0], some[len(some) // 2], some[-1]):
         xs, w = on_host(x[rows]), float64(weight, g)
         assert_bf16_close(y[rows], xs @ w.T, np.abs(xs) @ np.abs(w).T, k)
 
 
-@pytest.mark.parametrize("tile", [Tile(8), Tile(16, 2, 2), Tile(64, 2, 3), Tile(128, 2, 2)], ids=str)
-def test_gate_up_gathers_its_rows_and_applies_swiglu(tile: Tile) -> None:
+GATE_UP_TILES = [Tile(8), Tile(16, 2, 2), Tile(16, 4, 1, True), Tile(64, 2, 3), Tile(64, 2, 4), Tile(128, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        *(("mxfp8", tile) for tile in GATE_UP_TILES),
+        *(("bf16", tile) for tile in (Tile(16, 2, 1), Tile(16, 2, 1, True), Tile(64, 2, 2), Tile(128, 2, 2))),
+    ],
+    ids=str,
+)
+def test_gate_up_gathers_its_rows_and_applies_swiglu(kind: str, tile: Tile) -> None:
     k, width, tokens, sizes = 416, 160, 37, [129, 0, 1, 64, 300]
-    weight = random_weight(4, (LAYERS, len(sizes), 2 * width, k))
-    x = rows_of(5, tokens, k) * jnp.bfloat16(2.0**-8)
+    weight = RANDOM[kind](4, (LAYERS, len(sizes), 2 * width, k))
+    x = rows_of(5, tokens, k) * jnp.bfloat16(2.0 ** (-8 if kind == "mxfp8" else -4))
     row_token = np.random.default_rng(1).integers(0, tokens, sum(sizes)).astype(np.int32)
     call = jax.jit(lambda *a: kernels.moe_gate_up(*a, tile=tile))
-    arguments = (x, jnp.asarray(row_token), jnp.asarray(sizes, jnp.int32), pack(weight, "gate_up"))
+    arguments = (x, jnp.asarray(row_token), jnp.asarray(sizes, jnp.int32), for_kernel(weight, "gate_up"))
     y = on_host(call(*arguments, jnp.asarray([LAYER], jnp.int32)))
     for g, rows in spans(sizes):
         w, xs = float64(weight, LAYER, g), on_host(x)[row_token[rows]]
@@ -120,13 +151,23 @@ def test_gate_up_gathers_its_rows_and_applies_swiglu(tile: Tile) -> None:
         assert_bf16_close(y[rows], gate / (1 + np.exp(-gate)) * up, magnitude, k)
 
 
-@pytest.mark.parametrize("tile", [Tile(8), Tile(16, 3, 1), Tile(64, 2, 2), Tile(128, 2, 2)], ids=str)
-def test_down_applies_the_routing_weight(tile: Tile) -> None:
+DOWN_TILES = [Tile(8), Tile(16, 3, 1), Tile(16, 4, 1, True), Tile(64, 2, 2), Tile(64, 2, 4), Tile(128, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        *(("mxfp8", tile) for tile in DOWN_TILES),
+        *(("bf16", tile) for tile in (Tile(16, 2, 1), Tile(16, 2, 1, True), Tile(64, 2, 2), Tile(128, 2, 2))),
+    ],
+    ids=str,
+)
+def test_down_applies_the_routing_weight(kind: str, tile: Tile) -> None:
     k, width, sizes = 768, 224, [129, 0, 1, 64, 300]
-    weight = random_weight(6, (len(sizes), width, k))
+    weight = RANDOM[kind](6, (len(sizes), width, k))
     h, row_weight = rows_of(7, sum(sizes), k), np.random.default_rng(2).random(sum(sizes)).astype(np.float32)
     call = jax.jit(lambda *a: kernels.moe_down(*a, tile=tile))
-    y = on_host(call(h, jnp.asarray(sizes, jnp.int32), pack(weight), jnp.asarray(row_weight)))
+    y = on_host(call(h, jnp.asarray(sizes, jnp.int32), for_kernel(weight), jnp.asarray(row_weight)))
     for g, rows in spans(sizes):
         w, xs, factor = float64(weight, g), on_host(h[rows]), row_weight[rows, None].astype(np.float64)
         assert_bf16_close(y[rows], xs @ w.T * factor, np.abs(xs) @ np.abs(w).T * factor, k)
@@ -147,21 +188,24 @@ def test_every_scale_decodes_exactly_and_larger_ones_are_not_finite() -> None:
     assert not np.isfinite(y.T[135:]).any()
 
 
-def test_padding_is_neither_read_nor_written() -> None:
+@pytest.mark.parametrize("kind", RANDOM)
+def test_padding_is_neither_read_nor_written(kind: str) -> None:
     from cutlass import cute
     from cutlass.jax import cutlass_call
 
-    from qwenjax_kernels.grouped_gemm_sm90 import GroupedGemmSm90
+    from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90
+    from qwenjax_kernels.grouped_gemm_sm90_mxfp8 import MXFP8GroupedGemmSm90
 
     k, width, sizes, padding = 160, 96, [3, 0, 70], 90
     rows = sum(sizes) + padding
-    weight = random_weight(8, (3, 2 * width, k))
+    weight = for_kernel(RANDOM[kind](8, (3, 2 * width, k)), "gate_up")
     x = rows_of(9, 20, k).at[-1].set(jnp.nan)  # a token that only padding names
     tokens = np.random.default_rng(3).integers(0, 19, rows).astype(np.int32)
     good = jnp.asarray(np.where(np.arange(rows) < sum(sizes), tokens, 19))
     wild = good.at[sum(sizes) :].set(1 << 30)
     tile = Tile(16)
-    kernel = GroupedGemmSm90(k=k, width=width, num_groups=3, epilogue="swiglu", tile=tile, num_sms=132)
+    form = MXFP8GroupedGemmSm90 if kind == "mxfp8" else BF16GroupedGemmSm90
+    kernel = form(k=k, width=width, num_groups=3, epilogue="swiglu", tile=tile, num_sms=132)
 
     @cute.jit
     def over_poison(stream, out, x, weights, sizes, tokens):  # type: ignore[no-untyped-def]
@@ -170,21 +214,24 @@ def test_padding_is_neither_read_nor_written() -> None:
     shape = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     call = jax.jit(cutlass_call(over_poison, output_shape_dtype=shape, input_output_aliases={0: 0}))
     poison = jnp.full(shape.shape, jnp.nan, shape.dtype)
+    data = weight.data if isinstance(weight, PackedMXFP8Weight) else weight
     for row_token in (good, wild):
-        y = np.asarray(
-            call(poison, x, pack(weight, "gate_up").data, jnp.asarray(sizes, jnp.int32), row_token).astype(jnp.float32)
-        )
+        y = on_host(call(poison, x, data, jnp.asarray(sizes, jnp.int32), row_token))
         assert np.isfinite(y[: sum(sizes)]).all()
         assert np.isnan(y[sum(sizes) :]).all()
 
 
-def test_nan_in_one_groups_scale_stays_in_that_group() -> None:
+@pytest.mark.parametrize("kind", RANDOM)
+def test_nan_in_one_groups_weight_stays_in_that_group(kind: str) -> None:
     sizes = [5, 20, 0, 7]
-    weight = random_weight(10, (4, 128, 256))
-    poisoned = MXFP8Weight(weight.elements, weight.scales.at[1, :, 3].set(255))
+    weight = RANDOM[kind](10, (4, 128, 256))
+    if isinstance(weight, MXFP8Weight):
+        poisoned: Weight = MXFP8Weight(weight.elements, weight.scales.at[1, :, 3].set(255))
+    else:
+        poisoned = weight.at[1, :, 100].set(jnp.nan)
     x, group_sizes = rows_of(11, 32, 256), jnp.asarray(sizes, jnp.int32)
     call = jax.jit(kernels.grouped_gemm)
-    clean, dirty = (on_host(call(x, group_sizes, pack(w))) for w in (weight, poisoned))
+    clean, dirty = (on_host(call(x, group_sizes, for_kernel(w))) for w in (weight, poisoned))
     assert np.isnan(dirty[5:25]).all()
     np.testing.assert_array_equal(np.delete(dirty, slice(5, 25), 0), np.delete(clean, slice(5, 25), 0))
 
@@ -232,6 +279,18 @@ def test_a_weight_stack_above_4_gib() -> None:
         gate_error, up_error = np.split(np.abs(w) @ np.abs(xs), 2)
         magnitude = 1.1 * np.abs(up) * gate_error + np.abs(gate) * up_error + 8 * np.abs(gate * up)
         assert_bf16_close(y[group], gate / (1 + np.exp(-gate)) * up, magnitude, k)
+
+
+def test_a_bf16_weight_stack_above_4_gib() -> None:
+    layers, groups, k, width = 12, 16, 1536, 8192
+    stack = jax.jit(lambda: jax.random.normal(jax.random.key(23), (layers, groups, width, k), jnp.bfloat16))()
+    assert stack.nbytes > 1 << 32
+    h, factors = rows_of(24, groups, k), jnp.ones(groups, jnp.float32)
+    sizes = jnp.ones(groups, jnp.int32)
+    y = on_host(jax.jit(kernels.moe_down)(h, sizes, stack, factors, jnp.asarray([layers - 1])))
+    for group in (0, groups - 1):
+        w, xs = float64(stack, layers - 1, group), on_host(h[group])
+        assert_bf16_close(y[group], w @ xs, np.abs(w) @ np.abs(xs), k)
 
 
 def loop_result(calls: int) -> np.ndarray:

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qwenjax_ffi import grouped_gemm_kernel
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, empty_packed, pack, pack_into, packed_shape, unpack
 from qwenjax_ffi.weights import MXFP8Weight
 from qwenjax_kernels import fragments
-from qwenjax_kernels.tiles import Tile
+from qwenjax_kernels.tiles import Tile, choose_tile
 
 # Row order, out, in: whole units, ragged ones, more than one unit each way.
 CASES: list[tuple[RowOrder, int, int]] = [
@@ -174,25 +176,39 @@ def test_unavailable_says_why() -> None:
     x = jnp.zeros((4, 96), jnp.bfloat16)
     packed = empty_packed((5, 64, 96), "plain")
     assert "takes PackedMXFP8Weight" in str(grouped_gemm_kernel.unavailable(x, random_weight((5, 64, 96))))
+    for shape in ((5, 64, 40), (5, 60, 96)):
+        assert "multiples of 8" in str(grouped_gemm_kernel.unavailable(x, jnp.zeros(shape, jnp.bfloat16)))
+    assert "is float32[5, 64, 96]" in str(grouped_gemm_kernel.unavailable(x, jnp.zeros((5, 64, 96))))
     assert "packed for 'plain'" in str(grouped_gemm_kernel.unavailable(x, packed, "gate_up"))
     assert "the rows are float32" in str(grouped_gemm_kernel.unavailable(x.astype(jnp.float32), packed))
     if jax.default_backend() == "cpu":
-        assert grouped_gemm_kernel.unavailable(x, packed) == "the backend is cpu, not an NVIDIA GPU"
+        for weight in (packed, jnp.zeros((5, 64, 96), jnp.bfloat16)):
+            assert grouped_gemm_kernel.unavailable(x, weight) == "the backend is cpu, not an NVIDIA GPU"
 
 
 @pytest.mark.parametrize(
     ("mean", "groups", "row_units", "tile"),
     [
-        (1, 128, 24, Tile(16, 2, 2)),  # 30B gate/up
+        (5, 128, 24, Tile(16, 2, 2)),  # 30B gate/up
         (8, 16, 48, Tile(16, 3, 1)),  # 235B gate/up at EP=8: 192 tiles of four units would take two waves of 132
         (64, 128, 24, Tile(64, 2, 3)),
         (64, 128, 32, Tile(64, 2, 2)),  # 30B down: six units do not divide 32
         (375, 128, 24, Tile(128, 2, 2)),
-        (3, 5, 1, Tile(16, 2, 1)),
+        (8, 1, 64, Tile(16, 4, 1, split_k=True)),  # 30B q_proj: 64 blocks of one unit, not 32 of two
+        (1, 2, 48, Tile(8, 4, 1, split_k=True)),  # 235B gate/up at EP=64
+        (256, 1, 64, Tile(128, 2, 1, split_k=True)),
     ],
 )
 def test_tile_choice(mean: int, groups: int, row_units: int, tile: Tile) -> None:
-    assert grouped_gemm_kernel.choose_tile(mean * groups, groups, row_units) == tile
+    assert choose_tile(mean * groups, groups, row_units, mxfp8=True) == tile
+
+
+@given(st.integers(1, 20_000), st.integers(1, 128), st.integers(1, 200), st.booleans())
+def test_tiles_for_float32_have_room_for_every_accumulator_twice(
+    rows: int, groups: int, row_units: int, mxfp8: bool
+) -> None:
+    tile = choose_tile(rows, groups, row_units, mxfp8=mxfp8, float32_out=True)
+    assert tile.rows * tile.units <= 128
 
 
 def test_a_weight_of_several_parts_has_its_whole_shape_and_is_taken_by_its_ranks_alone() -> None:

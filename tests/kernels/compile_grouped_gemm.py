@@ -1,8 +1,8 @@
 """Compiles grouped GEMM kernels without a GPU: `python compile_grouped_gemm.py '["moe_gate_up", 2048, ...]' ...`.
 
-Each argument is [operation, k, outputs a row, groups, rows, tile rows, warpgroups, units, stacked], where a stacked
-weight has a layer axis and grouped_gemm gives float32 for one that is not. The environment
-(CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
+Each argument is [operation, k, outputs a row, groups, rows, tile, stacked, weights]: the tile as the arguments of
+`Tile`, weights "mxfp8" or "bf16". A stacked weight has a layer axis; grouped_gemm gives float32 for one that is not.
+The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, packed_shape
 from qwenjax_kernels.tiles import Tile
 
 
-def lower(op: str, k: int, width: int, groups: int, rows: int, tile: Tile, stacked: bool) -> None:
+def lower(op: str, k: int, width: int, groups: int, rows: int, tile: Tile, stacked: bool, weights: str) -> None:
     """Lowers one call for CUDA, which compiles its kernel."""
     order: RowOrder = "gate_up" if op == "moe_gate_up" else "plain"
     layers = (2,) if stacked else ()
@@ -31,6 +31,8 @@ def lower(op: str, k: int, width: int, groups: int, rows: int, tile: Tile, stack
         k,
         order,  # type: ignore[arg-type]
     )
+    if weights == "bf16":
+        weight = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
     row_token = jax.ShapeDtypeStruct((rows,), jnp.int32)
     row_weight = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -58,6 +60,6 @@ def lower(op: str, k: int, width: int, groups: int, rows: int, tile: Tile, stack
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        op, k, width, groups, rows, tile_rows, warpgroups, units, stacked = json.loads(argument)
-        lower(op, k, width, groups, rows, Tile(tile_rows, warpgroups, units), stacked)
-        print(f"compiled {op} {tile_rows} {warpgroups} {units}", flush=True)
+        op, k, width, groups, rows, tile, stacked, weights = json.loads(argument)
+        lower(op, k, width, groups, rows, Tile(*tile), stacked, weights)
+        print(f"compiled {op} {tile} {weights}", flush=True)
