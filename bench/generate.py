@@ -25,9 +25,9 @@ import numpy as np
 from bench.measure import header, median_seconds, recorded
 from qwenjax import SamplingParams
 from qwenjax.config import DTYPES, ModelConfig
+from qwenjax.engine.build import enable_compilation_cache
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.engine.programs import Drawn
-from qwenjax.llm import enable_compilation_cache
 from qwenjax.mesh import make_mesh
 from qwenjax.sharded_model import random_model
 from qwenjax.tokenizer import Tokenizer

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from qwenjax.cache import PAGE_SIZE
-from qwenjax.checkpoint.load import has_mtp_head, load_model
 from qwenjax.checkpoint.resolve import resolve
-from qwenjax.config import DTYPES, ModelConfig
-from qwenjax.engine.engine import Engine, EngineConfig
+from qwenjax.engine.build import EngineOptions, build_engine
 from qwenjax.logits import sequence_logits
-from qwenjax.mesh import MODEL, make_mesh
 from qwenjax.outputs import RequestOutput, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
-from qwenjax.sharded_model import ShardedModel
-from qwenjax.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-_DEFAULT_DRAFTS = 1  # costs least where it does not pay, see bench/results/speculative-cpu.txt
-_CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
-_GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
-# One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
-_BATCHED_TOKENS = {"cpu": 256, "gpu": 2048}
 
 
 class LLM:
@@ -46,71 +28,17 @@ class LLM:
     >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        data_parallel: int = 1,
-        model_parallel: int = 1,
-        dtype: str = "auto",
-        quantization: str | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = 8,
-        num_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
-        num_speculative_tokens: int | None = None,
-        speculation_max_batch: int = 32,
-        revision: str | None = None,
-        progress: bool = True,
-    ) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles its programs.
 
-        data_parallel x model_parallel: the mesh; experts are spread over all of it. dtype: "auto" (config.json's),
-        "bfloat16", "float16" or "float32", of weights, activations and cache. quantization: "mxfp8" quantises the
-        linear layers while loading; checkpoints that are quantised need no word. max_model_len: tokens of a prompt and
-        its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on
-        each data rank. max_num_batched_tokens: of one prefill call. num_steps: tokens a sequence draws in one decode
-        call. num_pages: KV pages of page_size tokens on each data rank, by default what the memory allows.
-        num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 1
-        where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without.
-        progress: bars for loading and compiling.
+        options: those of qwenjax.engine.build.EngineOptions, such as data_parallel=4, max_model_len=2048,
+        quantization="mxfp8" or num_speculative_tokens=2; all have defaults.
 
         Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out.
         """
-        if dtype != "auto" and dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; it may be 'auto', {', '.join(map(repr, DTYPES))}")
-        folder = resolve(model, revision)
-        config = ModelConfig.from_folder(folder)
-        longest = config.max_position_embeddings
-        if max_model_len is not None and not 1 < max_model_len <= longest:
-            raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
-        self.tokenizer = Tokenizer.from_folder(folder)
-        self._default_sampling_params = default_sampling_params(folder)
-        mesh = make_mesh(data_parallel, model_parallel)
-        platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
-        sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
-            max_model_len=longest if max_model_len is None else max_model_len,
-            max_num_seqs=max_num_seqs,
-            num_pages=1 if num_pages is None else num_pages,
-            page_size=page_size,
-            max_num_batched_tokens=_BATCHED_TOKENS[platform]
-            if max_num_batched_tokens is None
-            else max_num_batched_tokens,
-            num_steps=num_steps,
-            num_speculative_tokens=num_speculative_tokens or 0,
-            speculation_max_batch=speculation_max_batch,
-        )
-        num_drafts = self._num_drafts(folder, config, num_speculative_tokens)
-        own_dtype = None if dtype == "auto" else DTYPES[dtype]
-        self.model = load_model(folder, mesh, own_dtype, quantization=quantization, progress=progress)
-        if num_pages is None:
-            num_pages = min(max_num_seqs * sizes.max_pages, _pages_that_fit(self.model, page_size))
-        self.config = replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts)
-        enable_compilation_cache()
-        self._engine = Engine(self.model, self.tokenizer, self.config)
-        self._engine.warm_up(progress)
+        self._engine = build_engine(model, **options)
+        self.tokenizer, self.model, self.config = self._engine.tokenizer, self._engine.model, self._engine.config
+        self._default_sampling_params = default_sampling_params(resolve(model, options.get("revision")))
         self._calls = itertools.count()
         self._arrived: dict[str, RequestOutput] = {}
 
@@ -191,17 +119,6 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [tokens, vocab]: row i holds the logits of the token after token_ids[i]."""
         return sequence_logits(self.model, [token_ids])[0]
-
-    def _num_drafts(self, folder: Path, config: ModelConfig, asked: int | None) -> int:
-        has_head = has_mtp_head(folder, config)
-        if asked and not has_head:
-            raise ValueError(
-                f"num_speculative_tokens is {asked}, and {folder} has no multi-token-prediction head (mtp.* tensors); "
-                "leave it out, or train one with `qwenjax train mtp`"
-            )
-        if asked is None and not has_head:
-            logger.info("%s has no multi-token-prediction head: speculative decoding is off", folder)
-        return asked if asked is not None else _DEFAULT_DRAFTS * has_head
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -292,25 +209,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _pages_that_fit(model: ShardedModel, page_size: int) -> int:
-    """Pages of a data rank's cache that the memory of its devices holds, with the weights in place."""
-    config, device = model.config, model.mesh.devices.flat[0]
-    kv_heads = max(1, config.num_key_value_heads // model.mesh.shape[MODEL])
-    page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
-    free = _CPU_CACHE_BYTES
-    if device.platform != "cpu" and (stats := device.memory_stats()):
-        free = int(_GPU_CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return max(1, free // page_bytes)
-
-
-def enable_compilation_cache(folder: str | Path | None = None) -> None:
-    """Keeps compiled programs in `folder` (default ~/.cache/qwenjax/programs), so that a second start is quick.
-
-    A folder that JAX_COMPILATION_CACHE_DIR or jax.config names already stays.
-    """
-    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - JAX declares no type for it
-        place = Path(folder) if folder else Path.home() / ".cache" / "qwenjax" / "programs"
-        jax.config.update("jax_compilation_cache_dir", str(place))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -53,19 +53,37 @@ class CompletionOutput:
 class RequestMetrics:
     """A request's times in seconds on the monotonic clock; None for what has not happened yet.
 
-    arrival: accepted. first_scheduled: its prefill began. first_token: the host saw its first token.
-    finished: its last output ended.
+    arrival: accepted. first_scheduled: its prefill began. first_token, latest_token: the host saw its first token and
+    its newest; num_tokens: drawn until then, of all its outputs. finished: its last output ended.
     """
 
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    latest_token: float | None = None
+    num_tokens: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the beginning of the prefill."""
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def inter_token_time(self) -> float | None:
+        """Mean seconds from one token to the next after the first; None before the second.
+
+        Tokens of one device call arrive together: between two of a stream's outputs lie the difference of their
+        latest_token and as many tokens as num_tokens grew by.
+        """
+        if self.first_token is None or self.latest_token is None or self.num_tokens < 2:
+            return None
+        return (self.latest_token - self.first_token) / (self.num_tokens - 1)
 
 
 @dataclass
@@ -110,7 +128,7 @@ class RequestOutput:
     prompt_logprobs: per prompt token, {id: Logprob} with the prompt's id first, and None for the first token,
         which nothing precedes; None where not asked for.
     speculation: how this request's drafts fared; None where it had none.
-    num_cached_tokens: prompt tokens whose keys and values were in the cache already.
+    num_cached_tokens: prompt tokens that came from the prefix cache and were not run.
     """
 
     request_id: str
@@ -126,11 +144,13 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds now, and its totals since it started.
+    """What an engine has to do and has done. Counters are totals since its start.
 
-    Now: num_waiting and num_running sequences; queued_prompt_tokens, of the waiting ones; free_pages and decode_batch
-    of each data rank; num_pages of a rank. Totals: num_preemptions, num_aborts; prompt_tokens, and
-    cached_prompt_tokens among them; generated_tokens; speculation.
+    num_waiting, num_running: sequences without and with a slot (a request has n of them). queued_prompt_tokens: of
+    prompts, still to be run. num_preemptions: sequences that gave up their pages and are run anew. prompt_tokens: of
+    prompts that were run; cached_prompt_tokens of them came from the prefix cache. generated_tokens: drawn.
+    num_aborts: requests. free_pages: pages that no sequence holds, of each data rank; num_pages: of a data rank.
+    decode_batch: sequences of the newest decode call, of each data rank. speculation: how drafts have fared.
     """
 
     num_waiting: int

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from qwenjax import LLM, SamplingParams
+from qwenjax.engine.engine import Engine
 from qwenjax.outputs import RequestOutput
 from qwenjax.sampling import gumbel_noise
 from tests.helpers import random_tensors, tiny, write_checkpoint
@@ -64,7 +65,7 @@ def write_folder(folder: Path, **changes: Any) -> Path:
 
 
 def small_llm(folder: Path, **changes: Any) -> LLM:
-    """An LLM of few small programs: prompts in chunks of 16 and 64 tokens, decode for 1 and 8 slots."""
+    """An LLM of few small programs: prompts in rows of 16 tokens, four a call, decode for 1 and 8 slots."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "page_size": 16, "num_pages": 512}
     return LLM(folder, **{"progress": False, **sizes, **changes})
 
@@ -97,13 +98,21 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def assert_all_free(llm: LLM) -> None:
     """No request, slot or page is in use."""
-    engine = llm._engine
+    assert_engine_free(llm._engine)
+
+
+def assert_engine_free(engine: Engine) -> None:
+    """No request, slot or page is in use, and every page is free or holds a prompt for later."""
+    scheduler = engine.scheduler
     assert not engine.has_unfinished
-    assert not engine._waiting
-    assert not engine._prefilling
-    assert all(sequence is None for table in engine._table for sequence in table)
-    for pool in engine._pools:
-        assert sorted(pool._free) == list(range(pool.num_pages))
+    assert not engine._sequences
+    assert not scheduler.waiting
+    assert not scheduler.prefilling
+    assert all(job is None for table in scheduler.slots for job in table)
+    for pool in scheduler.pools:
+        cached = [page for block in pool.blocks() for page in block.pages]
+        assert sorted(pool._free + cached) == list(range(pool.num_pages))
+        assert all(not block.holders for block in pool.blocks())
 
 
 def tokens_of(output: RequestOutput) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,35 +13,18 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.cache import PagedContext
-from qwenjax.engine.slots import SlotRows, Slots, slots_specs
+from qwenjax.engine.calls import chunk_of, lanes_of
+from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.slots import Slots, slots_specs
 from qwenjax.engine.speculate import draft
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.model import Qwen3Moe
-from qwenjax.sampling import TokenCounts, TopLogprobs, sample, token_logprobs
+from qwenjax.sampling import TopLogprobs, sample, token_logprobs
 from qwenjax.sampling_params import MAX_LOGPROBS
 from qwenjax.sharded_model import on_ranks
 
 _BY_STEP = PartitionSpec(None, None, DATA)  # [steps, positions, slots, …]
 _WHOLE = PartitionSpec()
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Chunk:
-    """Prompt tokens to run, one row a sequence, with everything that the host knows of it.
-
-    tokens, positions: int32 [rows, length], position -1 for padding; slot: int32 [rows], on the row's data rank, or
-    the number of slots for an empty row; first and last: bool [rows], whether the chunk begins or ends its prompt;
-    next_tokens: int32 [rows, length], the prompt's token after each, for prompt_logprobs and the head.
-    """
-
-    tokens: Any
-    positions: Any
-    next_tokens: Any
-    slot: Any
-    first: Any
-    last: Any
-    rows: SlotRows
 
 
 @jax.tree_util.register_dataclass
@@ -54,34 +37,27 @@ class Drawn:
 
 
 def prefill(
-    model: Qwen3Moe, slots: Slots, chunk: Chunk, want_logprobs: jax.Array, want_prompt_logprobs: jax.Array
+    model: Qwen3Moe, slots: Slots, table: jax.Array, *, config: EngineConfig, length: int, gather: bool
 ) -> tuple[Slots, Drawn, TopLogprobs]:
     """Runs a chunk of each row's prompt; rows at their prompt's end draw their first token and become active.
 
-    want_logprobs, want_prompt_logprobs: bool scalars, the same on all ranks. Returns the slots, what the rows drew
-    (meaningless where not `last`), and the log-probabilities [rows, length, …] of next_tokens.
+    Several rows may be of one sequence: each layer writes all rows' keys and values before any attends. table: the
+    rank's rows of `prefill_table`. Returns the slots, what the rows drew (meaningless where not `last`), and the
+    log-probabilities [rows, length, …] of next_tokens.
     """
-    slots = slots.fill(chunk.slot, chunk.rows, chunk.first)
+    chunk = chunk_of(config, length, table)
+    slots = slots.fill(chunk).count(chunk)
     valid = chunk.positions >= 0
-    # The vocabulary's size drops the pair.
-    seen = jnp.where(valid, chunk.tokens, slots.counts.in_prompt.shape[1])
-    in_prompt = slots.counts.in_prompt.at[chunk.slot[:, None], seen].set(True, mode="drop")
-    slots = replace(slots, counts=replace(slots.counts, in_prompt=in_prompt))
-
-    context = PagedContext(slots.cache, chunk.rows.page_table, chunk.positions)
+    context = PagedContext(slots.cache, chunk.page_table, chunk.positions)
     hidden, context, epochs = model(chunk.tokens, context, slots.epochs)
     slots = replace(slots, cache=context.cache, epochs=epochs)
     last_index = jnp.maximum(jnp.sum(valid, axis=1) - 1, 0)
     rows = jnp.arange(chunk.slot.shape[0])
     logits = model.logits(hidden[rows, last_index])
     position = chunk.positions[rows, last_index] + 1
-    counts = TokenCounts(
-        slots.counts.in_prompt.at[chunk.slot].get(mode="fill", fill_value=0),
-        slots.counts.in_output.at[chunk.slot].get(mode="fill", fill_value=0),
-    )
-    tokens = sample(logits, chunk.rows.sampling, position, counts)
-    drawn = Drawn(tokens, _logprobs_if(want_logprobs, logits, tokens))
-    prompt_logprobs = _prompt_logprobs_if(want_prompt_logprobs, model, hidden, chunk.next_tokens)
+    tokens = sample(logits, chunk.sampling, position, slots.counts, jnp.minimum(chunk.slot, slots.tokens.shape[0] - 1))
+    drawn = Drawn(tokens, _logprobs_if(chunk.want_logprobs, logits, tokens))
+    prompt_logprobs = _prompt_logprobs_if(chunk.want_prompt_logprobs, model, hidden, chunk.next_tokens)
 
     slot = jnp.where(chunk.last, chunk.slot, slots.tokens.shape[0])
     if slots.head is not None:
@@ -89,12 +65,12 @@ def prefill(
         # The head runs where the next token is known; at the prompt's end it is the one just drawn.
         known = valid & ~(chunk.last[:, None] & (jnp.arange(valid.shape[1]) == last_index[:, None]))
         positions = jnp.where(known, chunk.positions, -1)
-        context = PagedContext(slots.head.cache, chunk.rows.page_table, positions)
+        context = PagedContext(slots.head.cache, chunk.page_table, positions)
         _, context, epochs = model.mtp(model.embed(chunk.next_tokens), hidden, context, slots.epochs)
         head = replace(slots.head, cache=context.cache)
         head = head.begin(slot, hidden[rows, last_index], tokens, position - 1)
         slots = replace(slots, head=head, epochs=epochs)
-    goes_on = ~chunk.rows.sampling.is_end(tokens) & (position + 1 < chunk.rows.end_lengths)
+    goes_on = ~chunk.sampling.is_end(tokens) & (position + 1 < chunk.end_lengths)
     in_output = slots.counts.in_output.at[slot, tokens].add(1, mode="drop")
     slots = replace(
         slots,
@@ -103,30 +79,37 @@ def prefill(
         active=slots.active.at[slot].set(goes_on, mode="drop"),
         counts=replace(slots.counts, in_output=in_output),
     )
+    if gather:
+        drawn = _gathered(drawn, chunk.want_logprobs, axis=0)
+        prompt_logprobs = _gathered_if(chunk.want_prompt_logprobs, prompt_logprobs, axis=0)
     return slots, drawn, prompt_logprobs
 
 
 def decode(
     model: Qwen3Moe,
     slots: Slots,
-    keep: jax.Array,
-    num_steps: jax.Array,
-    want_logprobs: jax.Array,
+    table: jax.Array,
     *,
+    config: EngineConfig,
     batch: int,
-    max_steps: int,
     num_drafts: int,
+    gather: bool,
 ) -> tuple[Slots, Drawn]:
-    """Runs num_steps steps of the first `batch` slots, all on the device; each draws 1 to num_drafts + 1 tokens.
+    """Runs steps of the first `batch` slots, all on the device; each draws 1 to num_drafts + 1 tokens.
 
-    keep: bool [slots], false for a slot that the host has ended; num_steps: int32 scalar, at most max_steps. Returns
-    the slots and the tokens [max_steps, num_drafts + 1, batch], -1 where none was drawn.
+    table: the rank's rows of `decode_table`, which says how many steps. Returns the slots and the tokens
+    [config.num_steps, num_drafts + 1, batch], -1 where none was drawn.
     """
-    slots = replace(slots, active=slots.active & keep)
+    lanes = lanes_of(config, table)
+    slots = slots.keep(lanes)
     page_table, sampling, end_lengths, speculates = jax.tree.map(
         lambda table: table[:batch], (slots.page_table, slots.sampling, slots.end_lengths, slots.speculates)
     )
     num_rows = num_drafts + 1
+    # The host plans a call before it has seen which sequences the call before ended: there may be nothing to do. All
+    # ranks run as many steps, since a layer's experts are everywhere.
+    any_active = jax.lax.psum(jnp.any(slots.active[:batch]).astype(jnp.int32), DATA) > 0
+    num_steps = jnp.where(any_active, lanes.num_steps, 0)
 
     def verify(
         slots: Slots, drawn: Drawn, index: jax.Array, hidden: jax.Array, drafts: jax.Array
@@ -140,9 +123,8 @@ def decode(
             slots, drawn, drawing = carry
             position = start + 1 + row
             own = jax.lax.dynamic_index_in_dim(logits, row, axis=1, keepdims=False)
-            counts = jax.tree.map(lambda table: table[:batch], slots.counts)
-            new = sample(own, sampling, position, counts)
-            now = Drawn(jnp.where(drawing, new, -1), _logprobs_if(want_logprobs, own, new))
+            new = sample(own, sampling, position, slots.counts)
+            now = Drawn(jnp.where(drawing, new, -1), _logprobs_if(lanes.want_logprobs, own, new))
             drawn = jax.tree.map(lambda table, values: table.at[index, row].set(values), drawn, now)
             goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
             slots = replace(
@@ -165,9 +147,8 @@ def decode(
         tokens, lengths, active = slots.tokens[:batch], slots.lengths[:batch], slots.active[:batch]
         head, epochs, drafts = slots.head, slots.epochs, jnp.zeros((batch, 0), jnp.int32)
         if head is not None:
-            counts = jax.tree.map(lambda table: table[:batch], slots.counts)
             head, drafts, epochs = draft(
-                model, head, active, lengths, end_lengths, page_table, sampling, counts, epochs, num_drafts
+                model, head, active, lengths, end_lengths, page_table, sampling, slots.counts, epochs, num_drafts
             )
         positions = lengths[:, None] + jnp.arange(num_rows)
         # The last token of an output is never run, nor is what would follow it: its page may not be ours.
@@ -177,9 +158,24 @@ def decode(
         slots = replace(slots, cache=context.cache, epochs=epochs, head=head)
         return verify(slots, drawn, index, hidden, drafts)
 
-    shape = (max_steps, num_rows, batch)
+    shape = (config.num_steps, num_rows, batch)
     nothing = Drawn(jnp.full(shape, -1, jnp.int32), _no_logprobs(shape))
-    return jax.lax.fori_loop(0, num_steps, step, (slots, nothing))
+    slots, drawn = jax.lax.fori_loop(0, num_steps, step, (slots, nothing))
+    return slots, _gathered(drawn, lanes.want_logprobs, axis=2) if gather else drawn
+
+
+def _gathered(drawn: Drawn, want_logprobs: jax.Array, axis: int) -> Drawn:
+    """What all data ranks drew, on every rank: a process can read its own devices only."""
+    tokens = jax.lax.all_gather(drawn.tokens, DATA, axis=axis, tiled=True)
+    return Drawn(tokens, _gathered_if(want_logprobs, drawn.logprobs, axis))
+
+
+def _gathered_if(wanted: jax.Array, found: TopLogprobs, axis: int) -> TopLogprobs:
+    def gather() -> TopLogprobs:
+        return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, DATA, axis=axis, tiled=True), found)
+
+    shapes = jax.eval_shape(gather)
+    return jax.lax.cond(wanted, gather, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
 
 def _no_logprobs(shape: tuple[int, ...]) -> TopLogprobs:
@@ -207,30 +203,32 @@ def _prompt_logprobs_if(wanted: jax.Array, model: Qwen3Moe, hidden: jax.Array, i
 
 
 class Programs:
-    """prefill and decode over a mesh, jitted and not yet compiled. Slots are donated: gone after a call.
+    """prefill and decode over a mesh, jitted and not yet compiled: functions of the model's state, the slots, which are
+    donated and gone after a call, and the call's table.
 
-    decode: by batch size, in slots of a data rank, and number of drafts.
+    prefill: by the length of its rows; decode: by batch size, in slots of a data rank, and number of drafts.
     """
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef,
-        mesh: Mesh,
-        variants: Sequence[tuple[int, int]],
-        max_steps: int,
-        with_head: bool,
-    ) -> None:
-        slots = slots_specs(with_head)
+    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, config: EngineConfig) -> None:
+        slots = slots_specs(config.num_speculative_tokens > 0)
+        gather = spans_processes(mesh)
+        rows, by_step = (_WHOLE, _WHOLE) if gather else (BY_DATA, _BY_STEP)
 
-        def jitted(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-            return jax.jit(on_ranks(graphdef, mesh, function, in_specs, out_specs), donate_argnums=1)
+        def jitted(function: Callable[..., Any], out_specs: Any) -> Any:
+            return jax.jit(on_ranks(graphdef, mesh, function, (slots, BY_DATA), out_specs), donate_argnums=1)
 
-        self.prefill = jitted(prefill, (slots, BY_DATA, _WHOLE, _WHOLE), (slots, BY_DATA, BY_DATA))
+        self.prefill = {
+            length: jitted(partial(prefill, config=config, length=length, gather=gather), (slots, rows, rows))
+            for length in config.chunk_lengths
+        }
         self.decode = {
             (batch, num_drafts): jitted(
-                partial(decode, batch=batch, max_steps=max_steps, num_drafts=num_drafts),
-                (slots, BY_DATA, _WHOLE, _WHOLE),
-                (slots, _BY_STEP),
+                partial(decode, config=config, batch=batch, num_drafts=num_drafts, gather=gather), (slots, by_step)
             )
-            for batch, num_drafts in variants
+            for batch, num_drafts in config.decode_variants
         }
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether the mesh has devices of several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from qwenjax.engine.schedule import Job
 from qwenjax.outputs import (
     CompletionOutput,
     FinishReason,
@@ -34,9 +35,13 @@ class Request:
     end_ids: tuple[int, ...]
     speculation: SpeculationStats
     arrival: float = field(default_factory=time.monotonic)
+    cache_salt: str | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
+    latest_token: float | None = None
     finished_at: float | None = None
+    num_tokens: int = 0  # drawn, of all outputs
+    num_cached_tokens: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -46,7 +51,14 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What the request has so far, as a value of its own."""
-        metrics = RequestMetrics(self.arrival, self.first_scheduled, self.first_token, self.finished_at)
+        metrics = RequestMetrics(
+            self.arrival,
+            self.first_scheduled,
+            self.first_token,
+            self.finished_at,
+            self.latest_token,
+            self.num_tokens,
+        )
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -56,21 +68,38 @@ class Request:
             self.finished,
             metrics,
             replace(self.speculation) if self.speculation.drafted else None,
+            self.num_cached_tokens,
         )
+
+    def saw_token(self, now: float) -> None:
+        """Notes the time of a token that an output has just taken."""
+        if self.first_token is None:
+            self.first_token = now
+        self.latest_token = now
+        self.num_tokens += 1
 
 
 class Sequence:
     """One of a request's n outputs: it takes tokens as they are drawn and says when it is done."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, index: int, order: int, tokenizer: Tokenizer) -> None:
+        """order: of arrival, see Job."""
         params = request.params
         self.request = request
-        self.num_prefilled = 0
-        # Set while the sequence is in a slot.
-        self.rank, self.slot, self.pages = -1, -1, list[int]()
         self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         if params.logprobs is not None:
             self.output.cumulative_logprob = 0.0
+        leader: Job | None = request.sequences[0].job if index else None
+        self.job: Job = Job(
+            order,
+            list(request.prompt_token_ids),
+            self.prompt_len + request.max_tokens,
+            self._max_cached(),
+            request.cache_salt,
+            leader,
+            params.speculation,
+        )
+        self.sampling_row = SamplingRow(params, request.seed, index, self.prompt_len, request.end_ids)
         self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._stop = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
@@ -80,22 +109,28 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def prefilled(self) -> bool:
-        return self.num_prefilled == self.prompt_len
-
-    @property
     def num_left(self) -> int:
         """Tokens that may still be drawn."""
         return self.request.max_tokens - len(self.output.token_ids)
 
-    def sampling_row(self) -> SamplingRow:
-        request = self.request
-        return SamplingRow(request.params, request.seed, self.output.index, self.prompt_len, request.end_ids)
+    def _max_cached(self) -> int:
+        """How many tokens need not be run. Log-probabilities of a prompt and the counts of penalties come from running
+        it."""
+        params = self.request.params
+        if self.asks_prompt_logprobs or params.repetition_penalty != 1:
+            return 0
+        return self.prompt_len if params.has_penalties else self.prompt_len + self.request.max_tokens
+
+    @property
+    def asks_prompt_logprobs(self) -> bool:
+        """Whether its prompt's log-probabilities are wanted: of a request's outputs the first brings them."""
+        return self.request.prompt_logprobs is not None and self.output.index == 0
 
     def append(self, token: int, logprobs: TopLogprobs | None) -> None:
         """Takes the next token; logprobs: of this one alone, NumPy scalars and [MAX_LOGPROBS] rows."""
         params, output = self.request.params, self.output
         output.token_ids.append(token)
+        self.job.tokens.append(token)
         if output.logprobs is not None and logprobs is not None:
             output.logprobs.append(logprob_entry(self._tokenizer, token, logprobs, params.logprobs or 0))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + float(logprobs.logprob)

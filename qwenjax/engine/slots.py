@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwenjax.cache import CACHE_SPEC, KVCache, create_cache
 from qwenjax.config import ModelConfig
+from qwenjax.engine.calls import Chunk, Lanes
 from qwenjax.engine.speculate import HeadState, create_head_state, head_specs
 from qwenjax.mesh import BY_DATA, DATA, MODEL
 from qwenjax.sampling import SamplingArrays, TokenCounts, build_arrays
@@ -43,33 +44,43 @@ class Slots:
     epochs: jax.Array
     head: HeadState | None
 
-    def fill(self, slot: jax.Array, rows: SlotRows, first: jax.Array) -> Slots:
-        """Puts rows into the slots whose first chunk this is. slot: int32 [rows]; first: bool [rows]."""
-        slot = jnp.where(first, slot, self.tokens.shape[0])  # out of range: dropped
+    def fill(self, chunk: Chunk) -> Slots:
+        """Puts sequences into the slots whose first row this is, and the pages of those whose last row it is."""
+        none = self.tokens.shape[0]  # out of range: dropped
+        slot, written = jnp.where(chunk.first, chunk.slot, none), jnp.where(chunk.last, chunk.slot, none)
 
         def put(table: jax.Array, values: jax.Array) -> jax.Array:
             return table.at[slot].set(values, mode="drop")
 
         return replace(
             self,
-            page_table=put(self.page_table, rows.page_table),
-            end_lengths=put(self.end_lengths, rows.end_lengths),
-            active=put(self.active, jnp.zeros_like(first)),
-            speculates=put(self.speculates, rows.speculates),
-            sampling=jax.tree.map(put, self.sampling, rows.sampling),
+            page_table=self.page_table.at[written].set(chunk.page_table, mode="drop"),
+            end_lengths=put(self.end_lengths, chunk.end_lengths),
+            active=put(self.active, jnp.zeros_like(chunk.first)),
+            speculates=put(self.speculates, chunk.speculates),
+            sampling=jax.tree.map(put, self.sampling, chunk.sampling),
             counts=jax.tree.map(lambda table: table.at[slot].set(jnp.zeros((), table.dtype), mode="drop"), self.counts),
         )
 
+    def count(self, chunk: Chunk) -> Slots:
+        """Counts the chunk's tokens, those of the prompt and those that were drawn before a preemption."""
+        valid, vocab_size = chunk.positions >= 0, self.counts.in_prompt.shape[1]
+        of_prompt = chunk.positions < chunk.prompt_len[:, None]
+        slot = chunk.slot[:, None]
+        # The vocabulary's size drops the pair.
+        in_prompt = self.counts.in_prompt.at[slot, jnp.where(valid & of_prompt, chunk.tokens, vocab_size)]
+        in_output = self.counts.in_output.at[slot, jnp.where(valid & ~of_prompt, chunk.tokens, vocab_size)]
+        return replace(self, counts=TokenCounts(in_prompt.set(True, mode="drop"), in_output.add(1, mode="drop")))
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SlotRows:
-    """What the host says of sequences that enter slots; fields as Slots, one row a sequence."""
-
-    page_table: Any
-    end_lengths: Any
-    speculates: Any
-    sampling: SamplingArrays
+    def keep(self, lanes: Lanes) -> Slots:
+        """Ends the slots of a batch that are not to go on, and gives the others their new pages."""
+        batch, width = lanes.grown.shape
+        places = jnp.where(lanes.grown >= 0, lanes.grown_from[:, None] + jnp.arange(width), self.page_table.shape[1])
+        return replace(
+            self,
+            page_table=self.page_table.at[jnp.arange(batch)[:, None], places].set(lanes.grown, mode="drop"),
+            active=self.active.at[:batch].set(self.active[:batch] & lanes.keep),
+        )
 
 
 def slots_specs(with_head: bool) -> Any:
@@ -105,7 +116,10 @@ def create_slots(
         end_lengths=zeros(jnp.int32),
         active=zeros(jnp.bool_),
         speculates=zeros(jnp.bool_),
-        sampling=jax.device_put(build_arrays([None] * num_slots), by_slot),
+        sampling=jax.jit(
+            lambda: jax.tree.map(lambda row: jnp.repeat(row, num_slots, axis=0), build_arrays([None])),
+            out_shardings=by_slot,
+        )(),
         counts=TokenCounts(zeros(jnp.bool_, config.vocab_size), zeros(jnp.int32, config.vocab_size)),
         epochs=fresh_epochs(mesh, MODEL),
         head=create_head_state(

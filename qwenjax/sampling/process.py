@@ -11,13 +11,18 @@ from qwenjax.sampling.truncate import truncate
 
 
 def process_logits(
-    logits: jax.Array, arrays: SamplingArrays, position: jax.Array, counts: TokenCounts | None = None
+    logits: jax.Array,
+    arrays: SamplingArrays,
+    position: jax.Array,
+    counts: TokenCounts | None = None,
+    count_rows: jax.Array | None = None,
 ) -> jax.Array:
     """The logits that a draw sees, float32 [rows, vocab], -inf at ids that cannot be drawn.
 
     logits: [rows, vocab], any float dtype. position: int32 [rows], that of the token to draw, counted from
     the prompt's first token, so that `position - prompt_len` tokens precede it in the output.
-    counts: of the tokens before `position`; None only where no row has penalties.
+    counts: of the tokens before `position`; None only where no row has penalties. Row i is row count_rows[i] (int32
+    [rows]) of the counts, by default row i; counts of more rows than these are read, if at all, without a copy.
 
     The steps and their order are vLLM's (class Sampler of its v1 engine): min_tokens, logit_bias, repetition,
     frequency and presence penalties, temperature (greedy rows: none), min-p, top-k, top-p.
@@ -35,7 +40,13 @@ def process_logits(
 
     logits = jax.lax.cond(too_short.any() | has_bias.any(), edit, lambda logits: logits, logits)
     if counts is not None:
-        logits = _penalise(logits, arrays, counts)
+        has_penalties = (arrays.repetition_penalty != 1) | (arrays.presence_penalty != 0)
+        has_penalties |= arrays.frequency_penalty != 0
+
+        def penalise(logits: jax.Array, counts: TokenCounts) -> jax.Array:
+            return _penalise(logits, arrays, counts.of(logits.shape[0], count_rows))
+
+        logits = jax.lax.cond(has_penalties.any(), penalise, lambda logits, _: logits, logits, counts)
     temperature = jnp.where(arrays.temperature > 0, arrays.temperature, 1)
     return truncate(logits / temperature[:, None], arrays.top_k, arrays.top_p, arrays.min_p)
 

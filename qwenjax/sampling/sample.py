@@ -12,13 +12,17 @@ from qwenjax.sampling.process import process_logits
 
 
 def sample(
-    logits: jax.Array, arrays: SamplingArrays, position: jax.Array, counts: TokenCounts | None = None
+    logits: jax.Array,
+    arrays: SamplingArrays,
+    position: jax.Array,
+    counts: TokenCounts | None = None,
+    count_rows: jax.Array | None = None,
 ) -> jax.Array:
     """One id a row, int32 [rows]; arguments as `process_logits`.
 
     Under `jax.vmap` its skipping of work that no row needs is lost.
     """
-    return draw(process_logits(logits, arrays, position, counts), arrays, position)
+    return draw(process_logits(logits, arrays, position, counts, count_rows), arrays, position)
 
 
 def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array) -> jax.Array:

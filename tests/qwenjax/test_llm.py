@@ -15,6 +15,7 @@ import pytest
 
 import qwenjax.llm
 from qwenjax import LLM, SamplingParams
+from qwenjax.engine.build import enable_compilation_cache
 from qwenjax.outputs import RequestOutput
 from tests.generation import (
     EOS_IDS,
@@ -55,14 +56,13 @@ def llm(shared: LLM) -> Iterator[LLM]:
 def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The device calls that a test makes, in order: "prefill", "decode"."""
     calls: list[str] = []
-    for name in ("prefill", "decode"):
-        run = getattr(llm._engine, f"_run_{name}")
+    run = llm._engine._run
 
-        def counted(*args: Any, name: str = name, run: Any = run) -> Any:
-            calls.append(name)
-            return run(*args)
+    def counted(program: tuple[str, Any], table: np.ndarray) -> Any:
+        calls.append(program[0])
+        return run(program, table)
 
-        monkeypatch.setattr(llm._engine, f"_run_{name}", counted)
+    monkeypatch.setattr(llm._engine, "_run", counted)
     return calls
 
 
@@ -581,7 +581,7 @@ def test_the_cache_is_donated_and_updated_in_place(llm: LLM) -> None:
     cache = engine._slots.cache
     whole = cache.keys.nbytes + cache.values.nbytes
     layer = whole // llm.model.config.num_hidden_layers
-    assert len(engine._compiled) == 4
+    assert len(engine._compiled) == 3
     for name, program in engine._compiled.items():
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= whole, name
@@ -605,10 +605,10 @@ def test_metrics_are_in_order(llm: LLM) -> None:
 def test_the_compilation_cache_is_on_unless_named_elsewhere(tmp_path: Path) -> None:
     before = jax.config.jax_compilation_cache_dir
     try:
-        qwenjax.llm.enable_compilation_cache(tmp_path)
+        enable_compilation_cache(tmp_path)
         assert jax.config.jax_compilation_cache_dir == before
         jax.config.update("jax_compilation_cache_dir", None)
-        qwenjax.llm.enable_compilation_cache(tmp_path)
+        enable_compilation_cache(tmp_path)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -1,0 +1,174 @@
+"""From a checkpoint to an engine that is ready: weights loaded, sizes settled, programs compiled."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from qwenjax.cache import PAGE_SIZE
+from qwenjax.checkpoint.load import has_mtp_head, load_model
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.config import DTYPES, ModelConfig
+from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.engine import Engine
+from qwenjax.engine.programs import spans_processes
+from qwenjax.mesh import MODEL, make_mesh
+from qwenjax.sharded_model import ShardedModel
+from qwenjax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_DRAFTS = 1  # costs least where it does not pay, see bench/results/speculative-cpu.txt
+_CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
+_GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
+# One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
+_BATCHED_TOKENS = {"cpu": 256, "gpu": 2048}
+
+
+class EngineOptions(TypedDict, total=False):
+    """What `build_engine` and `LLM` take besides the model, each with a default.
+
+    data_parallel x model_parallel: the mesh, 1 x 1; experts are spread over all of it. dtype: "auto" (config.json's,
+    the default), "bfloat16", "float16" or "float32", of weights, activations and cache. quantization: "mxfp8" quantises
+    the linear layers while loading; checkpoints that are quantised need no word. max_model_len: tokens of a prompt and
+    its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on each
+    data rank, 32. max_num_batched_tokens: of one prefill call, 256 on a CPU and 2,048 on a GPU. num_steps: tokens a
+    sequence draws in one decode call while no request waits, 8. num_pages: KV pages of page_size (64) tokens on each
+    data rank, by default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that begin
+    alike, True. num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by
+    default 1 where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without,
+    32. revision: of a Hugging Face repo. progress: bars for loading and compiling, True.
+    """
+
+    data_parallel: int
+    model_parallel: int
+    dtype: str
+    quantization: str | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    num_steps: int
+    num_pages: int | None
+    page_size: int
+    enable_prefix_caching: bool
+    num_speculative_tokens: int | None
+    speculation_max_batch: int
+    revision: str | None
+    progress: bool
+
+
+_DEFAULTS: EngineOptions = {
+    "data_parallel": 1,
+    "model_parallel": 1,
+    "dtype": "auto",
+    "quantization": None,
+    "max_model_len": None,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": None,
+    "num_steps": 8,
+    "num_pages": None,
+    "page_size": PAGE_SIZE,
+    "enable_prefix_caching": True,
+    "num_speculative_tokens": None,
+    "speculation_max_batch": 32,
+    "revision": None,
+    "progress": True,
+}
+
+
+def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine:
+    """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles an engine's programs.
+
+    Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
+    for an option that there is not.
+    """
+    if unknown := set(options) - set(_DEFAULTS):
+        raise TypeError(f"unknown options {sorted(unknown)}; there are {sorted(_DEFAULTS)}")
+    asked: EngineOptions = {**_DEFAULTS, **options}
+    dtype, max_model_len, num_pages = asked["dtype"], asked["max_model_len"], asked["num_pages"]
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it may be 'auto', {', '.join(map(repr, DTYPES))}")
+    folder = resolve(model, asked["revision"])
+    config = ModelConfig.from_folder(folder)
+    longest = config.max_position_embeddings
+    if max_model_len is not None and not 1 < max_model_len <= longest:
+        raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
+    tokenizer = Tokenizer.from_folder(folder)
+    mesh = make_mesh(asked["data_parallel"], asked["model_parallel"])
+    batched = asked["max_num_batched_tokens"]
+    sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
+        max_model_len=longest if max_model_len is None else max_model_len,
+        max_num_seqs=asked["max_num_seqs"],
+        num_pages=1 if num_pages is None else num_pages,
+        page_size=asked["page_size"],
+        max_num_batched_tokens=_BATCHED_TOKENS[_platform(mesh)] if batched is None else batched,
+        num_steps=asked["num_steps"],
+        num_speculative_tokens=asked["num_speculative_tokens"] or 0,
+        speculation_max_batch=asked["speculation_max_batch"],
+        prefix_caching=asked["enable_prefix_caching"],
+    )
+    num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"])
+    own_dtype = None if dtype == "auto" else DTYPES[dtype]
+    loaded = load_model(folder, mesh, own_dtype, quantization=asked["quantization"], progress=asked["progress"])
+    if num_pages is None:
+        num_pages = min(sizes.max_num_seqs * sizes.max_pages, pages_that_fit(loaded, sizes.page_size, num_drafts > 0))
+    enable_compilation_cache()
+    engine = Engine(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
+    engine.warm_up(asked["progress"])
+    return engine
+
+
+def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool) -> int:
+    """Pages of a data rank's cache that the memory of every device of the mesh holds, with the weights in place.
+
+    with_head: the multi-token-prediction head has a layer of cache besides.
+    """
+    config, mesh = model.config, model.mesh
+    kv_heads = max(1, config.num_key_value_heads // mesh.shape[MODEL])
+    layers = config.num_hidden_layers + with_head
+    page_bytes = 2 * layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
+    pages = min(_cache_bytes(device) for device in mesh.local_devices) // page_bytes
+    if spans_processes(mesh):  # which have to agree
+        pages = int(np.min(multihost_utils.process_allgather(np.int32(pages))))
+    return max(1, pages)
+
+
+def _cache_bytes(device: jax.Device) -> int:
+    if device.platform != "cpu" and (stats := device.memory_stats()):
+        return int(_GPU_CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    return _CPU_CACHE_BYTES
+
+
+def _platform(mesh: Mesh) -> str:
+    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+
+
+def _num_drafts(folder: Path, config: ModelConfig, asked: int | None) -> int:
+    has_head = has_mtp_head(folder, config)
+    if asked and not has_head:
+        raise ValueError(
+            f"num_speculative_tokens is {asked}, and {folder} has no multi-token-prediction head (mtp.* tensors); "
+            "leave it out, or train one with `qwenjax train mtp`"
+        )
+    if asked is None and not has_head:
+        logger.info("%s has no multi-token-prediction head: speculative decoding is off", folder)
+    return asked if asked is not None else _DEFAULT_DRAFTS * has_head
+
+
+def enable_compilation_cache(folder: str | Path | None = None) -> None:
+    """Keeps compiled programs in `folder` (default ~/.cache/qwenjax/programs), so that a second start is quick.
+
+    A folder that JAX_COMPILATION_CACHE_DIR or jax.config names already stays.
+    """
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - JAX declares no type for it
+        place = Path(folder) if folder else Path.home() / ".cache" / "qwenjax" / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(place))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

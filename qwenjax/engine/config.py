@@ -1,0 +1,106 @@
+"""The sizes of an engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+_SHORTEST_CHUNK = 16  # tokens; shorter prompts are padded to it
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that the engine's programs are compiled for.
+
+    max_model_len: tokens of prompt and output together. max_num_seqs: slots of a data rank. num_pages: pages of
+    page_size tokens, of a data rank. max_num_batched_tokens: of one prefill call and data rank; longer prompts run in
+    several calls. num_steps: of a decode call, each of which draws a token for each slot, or several with speculation.
+    num_speculative_tokens: drafts of a step, 0 for none. speculation_max_batch: with more sequences than this on a data
+    rank a call does without drafts. prefix_caching: whether pages of prompts are kept for those that begin alike.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    max_num_batched_tokens: int
+    num_steps: int
+    num_speculative_tokens: int = 0
+    speculation_max_batch: int = 32
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "num_pages", "page_size", "num_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_num_batched_tokens < _SHORTEST_CHUNK:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least {_SHORTEST_CHUNK}"
+            )
+        for name in ("num_speculative_tokens", "speculation_max_batch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return self.pages_for(self.max_model_len)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    @cached_property
+    def chunk_lengths(self) -> list[int]:
+        """Row lengths that prefill is compiled for, ascending: a quarter of the budget, and its quarters.
+
+        A prompt is cut into rows of the longest and one of what is left. Several rows of one prompt may share a call.
+        """
+        lengths = [max(_SHORTEST_CHUNK, self.max_num_batched_tokens // 4)]
+        while lengths[-1] // 4 >= _SHORTEST_CHUNK:
+            lengths.append(lengths[-1] // 4)
+        return lengths[::-1]
+
+    def chunk_length_for(self, tokens: int) -> int:
+        """The length of the next row of a prompt of which `tokens` are left."""
+        lengths = self.chunk_lengths
+        return next((length for length in lengths if length >= tokens), lengths[-1])
+
+    def rows_per_call(self, length: int) -> int:
+        """Rows of `length` tokens in a prefill call, of a data rank."""
+        return self.max_num_batched_tokens // length
+
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of a block of the prefix cache: whole pages that end where a chunk does, so that what follows a hit
+        runs in the same rows as without it."""
+        return math.lcm(self.chunk_lengths[-1], self.page_size)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens past its end that a block depends on, see `block_keys`."""
+        return 1 if self.num_speculative_tokens else 0
+
+    @property
+    def tokens_per_call(self) -> int:
+        """Most tokens that a decode call draws for a sequence."""
+        return self.num_steps * (self.num_speculative_tokens + 1)
+
+    @property
+    def max_growth(self) -> int:
+        """Most pages that a sequence is given for one decode call."""
+        return self.pages_for(self.tokens_per_call)
+
+    @cached_property
+    def decode_batches(self) -> list[int]:
+        """Numbers of slots that decode is compiled for: one sequence alone need not pay for a full batch."""
+        return sorted({batch for batch in (1, 8, 64) if batch < self.max_num_seqs} | {self.max_num_seqs})
+
+    @property
+    def decode_variants(self) -> list[tuple[int, int]]:
+        """Batch and number of drafts of every decode program. Requests may go without drafts at any batch."""
+        plain = [(batch, 0) for batch in self.decode_batches]
+        if not self.num_speculative_tokens or not self.speculation_max_batch:
+            return plain
+        # At every batch: a few sequences may be left in high slots, and those are to keep their drafts.
+        return plain + [(batch, self.num_speculative_tokens) for batch in self.decode_batches]
