@@ -198,7 +198,7 @@ def test_without_a_head_drafts_are_off_by_default_and_an_error_when_asked_for(
     headless = write_folder(tmp_path / "headless")
     with pytest.raises(ValueError, match=r"num_speculative_tokens is 2, and .* has no multi-token-prediction head"):
         small_llm(headless, num_speculative_tokens=2)
-    with caplog.at_level(logging.INFO, logger="qwenjax.llm"):
+    with caplog.at_level(logging.INFO, logger="qwenjax.engine.build"):
         llm = small_llm(headless, max_num_seqs=1, max_num_batched_tokens=16)
     assert [record.message for record in caplog.records if "head" in record.message] == [
         f"{headless} has no multi-token-prediction head: speculative decoding is off"
