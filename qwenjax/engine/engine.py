@@ -195,9 +195,10 @@ class Engine:
         """May be called from any thread."""
         waiting, prefilling = list(self.scheduler.waiting), list(self.scheduler.prefilling)
         unread = sum(len(job.tokens) for job in waiting) + sum(job.target - job.num_prefilled for job in prefilling)
+        num_running = sum(len(table) - table.count(None) for table in self.scheduler.slots)
         return EngineStats(
             num_waiting=len(waiting),
-            num_running=sum(len(table) - table.count(None) for table in self.scheduler.slots),
+            num_running=num_running,
             queued_prompt_tokens=unread,
             num_preemptions=self.scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
@@ -206,7 +207,7 @@ class Engine:
             num_aborts=self._num_aborts,
             free_pages=tuple(pool.num_available for pool in self.scheduler.pools),
             num_pages=self.config.num_pages,
-            decode_batch=self._decode_batch,
+            decode_batch=self._decode_batch if num_running else (0,) * self.ranks,
             speculation=replace(self.speculation),
         )
 
@@ -243,12 +244,9 @@ class Engine:
             return False
         now = time.monotonic()
         for job in plan.admitted:
-            sequence = self._sequences[job.order]
-            request = sequence.request
-            if sequence.output.index == 0 and not sequence.output.token_ids and not request.num_cached_tokens:
-                request.num_cached_tokens = job.num_cached
+            request = self._sequences[job.order].request
             if request.first_scheduled is None:
-                request.first_scheduled = now
+                request.first_scheduled, request.num_cached_tokens = now, job.num_cached
         call = plan.call
         sequences = [self._sequences[job.order] for job in call.jobs]
         want = any(sequence.request.params.logprobs is not None for sequence in sequences)

@@ -1,10 +1,12 @@
-"""The engine: who runs when, with few slots and fewer pages."""
+"""The engine: requests on a tiny model with few slots and fewer pages."""
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.outputs import RequestOutput
 from qwenjax.tokenizer import Tokenizer
-from tests.generation import EOS_IDS, VOCABULARY, backend, greedy, random_ids
+from tests.generation import EOS_IDS, VOCABULARY, assert_engine_free, backend, forced, greedy, ids_of_bytes, random_ids
 from tests.helpers import model_from_tensors, random_tensors, tiny
 
 # Two slots; nine pages of 8 tokens, where the longest sequence takes eight.
@@ -22,7 +24,7 @@ SIZES: dict[str, int] = {
     "max_num_seqs": 2,
     "num_pages": 9,
     "page_size": 8,
-    "max_num_batched_tokens": 16,
+    "max_num_batched_tokens": 32,
     "num_steps": 4,
 }
 
@@ -39,17 +41,14 @@ def shared() -> Engine:
 @pytest.fixture
 def engine(shared: Engine) -> Any:
     yield shared
-    assert not shared.has_unfinished
-    assert free_pages(shared) == [SIZES["num_pages"]]
-    assert running(shared) == []
-
-
-def free_pages(engine: Engine) -> list[int]:
-    return [pool.num_free for pool in engine._pools]
+    assert_engine_free(shared)
+    shared.clear_prefix_cache()
+    assert shared.stats().free_pages == (SIZES["num_pages"],)
 
 
 def running(engine: Engine) -> list[str]:
-    return [s.request.request_id for table in engine._table for s in table if s is not None]
+    orders = [job.order for rank in range(engine.ranks) for job in engine.scheduler.running(rank)]
+    return [engine._sequences[order].request.request_id for order in orders]
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
@@ -59,23 +58,13 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
     return outputs
 
 
+def whole(engine: Engine, prompt: list[int], params: SamplingParams, salt: str | None = None) -> RequestOutput:
+    engine.add_request("solo", prompt, params, cache_salt=salt)
+    return finish(engine)["solo"]
+
+
 def solo(engine: Engine, prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    engine.add_request("solo", prompt, params)
-    return [part.token_ids for part in finish(engine)["solo"].outputs]
-
-
-def test_a_request_without_room_waits_and_keeps_those_behind_it_waiting(engine: Engine) -> None:
-    engine.add_request("six pages", random_ids(40), greedy(8))
-    engine.add_request("four pages", random_ids(20), greedy(12))
-    engine.add_request("one page", random_ids(3), greedy(5))
-    engine.step()
-    assert running(engine) == ["six pages"]
-    assert free_pages(engine) == [3]
-    order = []
-    while engine.has_unfinished:
-        order += [output.request_id for output in engine.step() if output.finished]
-    assert order[0] == "six pages"
-    assert sorted(order[1:]) == ["four pages", "one page"]
+    return [part.token_ids for part in whole(engine, prompt, params).outputs]
 
 
 def test_results_do_not_depend_on_scarcity(engine: Engine) -> None:
@@ -86,10 +75,47 @@ def test_results_do_not_depend_on_scarcity(engine: Engine) -> None:
         params = SamplingParams(temperature=0.8, n=n, seed=seed, max_tokens=rng.randint(1, 24), ignore_eos=True)
         requests.append((random_ids(rng.randint(1, 40), seed), params))
     alone = [solo(engine, *request) for request in requests]
+    before = engine.stats().num_preemptions
     for index, request in enumerate(requests):
         engine.add_request(str(index), *request)
     outputs = finish(engine)
     assert [[part.token_ids for part in outputs[str(i)].outputs] for i in range(12)] == alone
+    assert engine.stats().num_preemptions > before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"temperature": 1.0, "seed": 3, "logprobs": 2, "prompt_logprobs": 1},
+        {"min_tokens": 30},
+    ],
+)
+def test_a_preempted_request_goes_on_as_if_nothing_had_been(engine: Engine, settings: dict[str, Any]) -> None:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **settings})
+    prompt = random_ids(17)
+    expected = whole(engine, prompt, params)
+    engine.clear_prefix_cache()
+    before = engine.stats().num_preemptions
+    engine.add_request("older", random_ids(20), greedy(40))
+    engine.add_request("preempted", prompt, params)
+    found = finish(engine)["preempted"]
+    assert engine.stats().num_preemptions > before
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.num_cached_tokens == 0
+    for ours, theirs in (
+        (found.outputs[0].logprobs, expected.outputs[0].logprobs),
+        (found.prompt_logprobs, expected.prompt_logprobs),
+    ):
+        assert (ours is None) == (theirs is None)
+        for mine, other in zip(ours or [], theirs or [], strict=True):
+            assert (mine and list(mine)) == (other and list(other))
+            np.testing.assert_allclose(
+                [entry.logprob for entry in (mine or {}).values()],
+                [entry.logprob for entry in (other or {}).values()],
+                atol=1e-4,
+            )
 
 
 def test_a_slot_and_its_pages_hold_nothing_of_who_was_there_before(engine: Engine) -> None:
@@ -99,6 +125,44 @@ def test_a_slot_and_its_pages_hold_nothing_of_who_was_there_before(engine: Engin
     for seed in range(3):
         solo(engine, random_ids(40, seed), greedy(24, frequency_penalty=2.0))
         assert solo(engine, random_ids(9), params) == expected
+
+
+def test_a_hit_changes_no_bit_50_times_over(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=8, logprobs=3, ignore_eos=True)
+    for seed in range(50):
+        prompt = random_ids(33 + seed % 16, seed % 7)
+        engine.clear_prefix_cache()
+        cold = whole(engine, prompt, params)
+        warm = whole(engine, prompt, params)
+        assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, (len(prompt) - 1) // 16 * 16)
+        # What follows another's prefix is as good.
+        forked = whole(engine, [*prompt[:32], *random_ids(9, seed)], params)
+        assert forked.num_cached_tokens == 32
+        engine.clear_prefix_cache()
+        assert whole(engine, forked.prompt_token_ids, params).outputs == forked.outputs
+        assert warm.outputs == cold.outputs  # log-probabilities among them
+
+
+def test_a_salt_keeps_prompts_apart(engine: Engine) -> None:
+    prompt = random_ids(18)
+    cached = [whole(engine, prompt, greedy(2), salt).num_cached_tokens for salt in (None, "a", "b", "a", None)]
+    assert cached == [0, 0, 0, 16, 16]
+
+
+def test_prompt_logprobs_do_without_the_cache_and_leave_it_filled(engine: Engine) -> None:
+    prompt = random_ids(40)
+    outputs = [whole(engine, prompt, greedy(2, prompt_logprobs=asked)) for asked in (1, 1, None)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 32]
+    assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
+
+
+def test_outputs_of_one_prompt_read_it_once(engine: Engine) -> None:
+    read = engine.stats()
+    result = whole(engine, random_ids(40), SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True))
+    now = engine.stats()
+    assert len({tuple(part.token_ids) for part in result.outputs}) == 3
+    assert now.prompt_tokens - read.prompt_tokens == 40
+    assert sum(len(block.pages) for block in engine.scheduler.pools[0].blocks()) == 4
 
 
 def test_what_the_cache_never_holds_is_refused(engine: Engine) -> None:
@@ -129,49 +193,117 @@ def test_aborting_frees_slots_and_pages_whatever_a_request_is_doing(engine: Engi
     outputs: dict[str, RequestOutput] = {}
     for _ in range(steps):
         outputs |= {output.request_id: output for output in engine.step()}
-    engine.abort(["chunks", "waits", "chunks", "never seen"])
+    aborted = engine.abort(["chunks", "waits", "chunks", "never seen"])
+    assert [output.request_id for output in aborted] == ["chunks", "waits"]
+    assert all(output.finished for output in aborted)
+    assert {part.finish_reason for output in aborted for part in output.outputs} == {"abort"}
     assert set(running(engine)) <= {"kept"}
     outputs |= finish(engine)
     assert [part.token_ids for part in outputs["kept"].outputs] == expected
 
 
-def test_an_aborted_request_says_so(engine: Engine) -> None:
-    engine.add_request("a", random_ids(3), greedy(20))
-    request = engine._requests["a"]
-    engine.step()
-    engine.abort(["a"])
-    assert request.output().finished
-    assert [part.finish_reason for part in request.output().outputs] == ["abort"]
-
-
 def test_a_step_without_requests_runs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_program", None)
+    monkeypatch.setattr(engine, "_run", None)
     assert engine.step() == []
 
 
-def test_a_call_runs_no_more_steps_than_any_sequence_can_take(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    run = engine._run_decode
+def test_a_call_is_begun_before_the_results_of_the_one_before_are_taken(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    run, take = engine._run, engine._take_results
 
-    def counted(variant: tuple[int, int], num_steps: int, want: bool) -> Any:
-        asked.append((variant[0], num_steps))
-        return run(variant, num_steps, want)
+    def began(program: Any, table: np.ndarray) -> Any:
+        events.append(program[0])
+        return run(program, table)
 
-    monkeypatch.setattr(engine, "_run_decode", counted)
-    engine.add_request("a", random_ids(3), greedy(4))
-    engine.add_request("b", random_ids(3), greedy(8))
-    finish(engine)
-    # One token comes with the prompt; b goes on alone in the second slot, so the batch stays two.
-    assert asked == [(2, 4), (2, 3)]
-    asked.clear()
-    solo(engine, random_ids(3), greedy(3))
-    assert asked == [(1, 2)]
+    def taken(*arguments: Any) -> Any:
+        events.append("results")
+        return take(*arguments)
+
+    monkeypatch.setattr(engine, "_run", began)
+    monkeypatch.setattr(engine, "_take_results", taken)
+    solo(engine, random_ids(3), greedy(9))
+    assert events == ["prefill", "decode", "results", "decode", "results", "results"]
 
 
-def test_prompts_share_a_prefill_call_only_where_their_chunks_have_one_length() -> None:
+def test_ctrl_c_while_results_are_awaited_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = solo(engine, random_ids(3), greedy(20))
+    engine.add_request("a", random_ids(3), greedy(20))
+    get, interrupted, outputs = jax.device_get, 0, {}
+
+    def interrupt(found: Any) -> Any:
+        nonlocal interrupted
+        interrupted += 1
+        if interrupted % 2:
+            raise KeyboardInterrupt
+        return get(found)
+
+    monkeypatch.setattr(jax, "device_get", interrupt)
+    while engine.has_unfinished:
+        try:
+            outputs |= {output.request_id: output for output in engine.step()}
+        except KeyboardInterrupt:
+            continue
+    assert interrupted > 6
+    assert [part.token_ids for part in outputs["a"].outputs] == expected
+
+
+def test_surplus_tokens_of_a_late_stop_string_are_dropped(engine: Engine) -> None:
+    ids = ids_of_bytes("abcdefgh")
+    result = whole(engine, [200, 201], forced(ids, stop="bc"))
+    assert (result.outputs[0].text, result.outputs[0].token_ids) == ("a", ids[:3])
+
+
+def test_a_failed_call_ends_the_engine_with_an_error_that_says_so(engine: Engine) -> None:
+    broken = Engine(engine.model, engine.tokenizer, engine.config)
+    broken._compiled = dict.fromkeys(engine._compiled, lambda *_: 1 / 0)
+    broken.add_request("a", random_ids(3), greedy(2))
+    with pytest.raises(ZeroDivisionError):
+        broken.step()
+    with pytest.raises(RuntimeError, match=r"the engine failed .*division by zero.*make a new one"):
+        broken.step()
+
+
+def test_a_busy_engine_logs_a_line_of_figures(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qwenjax.engine.engine._LOG_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, logger="qwenjax.engine.engine"):
+        solo(engine, random_ids(3), greedy(9))
+    assert "generated tokens/s, 1 running, 0 waiting, pages held" in caplog.records[0].message
+
+
+def test_figures_of_a_request_and_of_the_engine(engine: Engine) -> None:
+    before = engine.stats()
+    engine.add_request("a", random_ids(40), greedy(9))
+    engine.add_request("b", random_ids(40), greedy(9))
+    engine.add_request("c", random_ids(20), greedy(9))
+    assert engine.stats().num_waiting == 3
+    assert engine.stats().queued_prompt_tokens == 100
+    engine.step()
+    assert engine.stats().num_running > 0
+    engine.abort(["c"])
+    metrics = finish(engine)["a"].metrics
+    assert metrics is not None
+    assert metrics.num_tokens == 9
+    assert metrics.queue_time is not None
+    assert metrics.inter_token_time is not None
+    assert metrics.latest_token is not None
+    assert metrics.latest_token <= (metrics.finished or 0)
+    now = engine.stats()
+    assert now.generated_tokens - before.generated_tokens == 18
+    assert now.prompt_tokens - before.prompt_tokens == 80
+    assert now.num_aborts - before.num_aborts == 1
+    assert (now.num_waiting, now.num_running, now.num_pages) == (0, 0, SIZES["num_pages"])
+
+
+def test_row_lengths_batches_and_blocks_follow_from_the_sizes() -> None:
     config = EngineConfig(**{**SIZES, "max_num_batched_tokens": 300})
-    assert config.chunk_lengths == [18, 75, 300]
+    assert config.chunk_lengths == [18, 75]
     assert config.max_pages == 8
+    assert config.block_size == 600
+    assert EngineConfig(**{**SIZES, "max_num_batched_tokens": 2048, "page_size": 64}).block_size == 512
     assert EngineConfig(**{**SIZES, "max_num_seqs": 100}).decode_batches == [1, 8, 64, 100]
     assert EngineConfig(**{**SIZES, "max_num_seqs": 8}).decode_batches == [1, 8]
 
@@ -188,9 +320,9 @@ def test_data_ranks_share_the_requests() -> None:
     engine = Engine(model, Tokenizer(backend()), EngineConfig(**SIZES))
     for index in range(5):
         engine.add_request(str(index), random_ids(3), greedy(4))
-    engine._admit()
-    assert [[s and s.request.request_id for s in table] for table in engine._table] == [["0", "2"], ["1", "3"]]
-    assert free_pages(engine) == [7, 7]
-    np.testing.assert_array_equal(engine._keep(), [False] * 4)
+    engine.scheduler.plan()
+    slots = [[job and job.order for job in table] for table in engine.scheduler.slots]
+    assert slots == [[0, 2], [1, 3]]
+    assert engine.stats().free_pages == (7, 7)
     engine.abort([str(index) for index in range(5)])
-    assert free_pages(engine) == [9, 9]
+    assert engine.stats().free_pages == (9, 9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -32,8 +33,8 @@ def config(**changes: Any) -> EngineConfig:
 
 @dataclass
 class Device:
-    """Runs plans in their order: every page holds, at each of its places, a hash of the tokens up to that place
-    with it (and, of the head, up to the next). What a sequence draws is given beforehand, as is where it ends."""
+    """Runs plans in their order: every page holds, at each of its places, a hash of the tokens up to that place,
+    the one there included (in the head's cache, up to the next). What a sequence draws is given beforehand."""
 
     scheduler: Scheduler
     outputs: dict[int, list[int]]  # by order: prompt and everything that will be drawn
@@ -41,6 +42,7 @@ class Device:
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)
     head: dict[tuple[int, int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)  # tokens that the device knows, by order
+    tables: dict[int, list[int]] = field(default_factory=dict)  # pages of sequences that decode, by order
     rng: random.Random = field(default_factory=random.Random)
 
     def up_to(self, job: Job, position: int) -> int:
@@ -49,9 +51,9 @@ class Device:
             self.hashes[job.order] = list(accumulate(self.outputs[job.order], lambda *pair: hash(pair), initial=0))
         return self.hashes[job.order][position + 1]
 
-    def place(self, job: Job, position: int) -> tuple[int, int, int]:
+    def place(self, rank: int, pages: Sequence[int], position: int) -> tuple[int, int, int]:
         size = self.scheduler.config.page_size
-        return job.rank, job.pages[position // size], position % size
+        return rank, pages[position // size], position % size
 
     def run(self, call: Call) -> dict[int, list[int]]:
         """What each job draws, by order; checks what it reads."""
@@ -64,6 +66,7 @@ class Device:
                 assert row.job.rank >= 0
                 self.read(row.job, row.start + row.count, row.pages)
                 if row.last:
+                    self.tables[row.job.order] = list(row.pages)
                     self.lengths[row.job.order] = row.start + row.count
                     drawn[row.job.order] = self.draw(row.job, 1)
             return drawn
@@ -72,22 +75,19 @@ class Device:
         return drawn
 
     def write(self, row: Row) -> None:
-        job, size = row.job, self.scheduler.config.page_size
+        job = row.job
         for position in range(row.start, row.start + row.count):
-            place = job.rank, row.pages[position // size], position % size
+            place = self.place(job.rank, row.pages, position)
             self.cache[place] = self.up_to(job, position)
             if position + 1 < job.target:
                 self.head[place] = self.up_to(job, position + 1)
 
-    def read(self, job: Job, count: int, pages: Any) -> None:
-        size = self.scheduler.config.page_size
+    def read(self, job: Job, count: int, pages: Sequence[int]) -> None:
         for position in range(count):
-            place = job.rank, pages[position // size], position % size
-            assert self.cache[place] == self.up_to(job, position)
-        if self.scheduler.config.lookahead:
+            assert self.cache[self.place(job.rank, pages, position)] == self.up_to(job, position)
+        if self.scheduler.config.num_speculative_tokens:
             for position in range(job.num_cached):
-                place = job.rank, pages[position // size], position % size
-                assert self.head[place] == self.up_to(job, position + 1)
+                assert self.head[self.place(job.rank, pages, position)] == self.up_to(job, position + 1)
 
     def draw(self, job: Job, count: int) -> list[int]:
         start = self.lengths[job.order]
@@ -96,7 +96,8 @@ class Device:
         return new
 
     def decode(self, lane: Lane, call: Decode) -> list[int]:
-        job, drawn = lane.job, list[int]()
+        job, drawn, pages = lane.job, list[int](), self.tables[lane.job.order]
+        pages[lane.grown_from :] = lane.grown
         for _ in range(call.num_steps):
             length = self.lengths[job.order]
             if length == len(self.outputs[job.order]):  # ended
@@ -104,24 +105,25 @@ class Device:
             # The newest token is run, and drafts as far as the output's last but one.
             shared = {page for block in self.scheduler.pools[job.rank].blocks() for page in block.pages}
             for position in range(length - 1, min(length + call.num_drafts, job.end_length - 1)):
-                place = self.place(job, position)
+                place = self.place(job.rank, pages, position)
                 assert place[1] not in shared
                 self.cache[place] = -1
             new = self.draw(job, self.rng.randint(1, call.num_drafts + 1))
             drawn += new
             # What was drawn confirms the drafts before it.
             for position in range(length - 1, length - 1 + len(new)):
-                self.cache[self.place(job, position)] = self.up_to(job, position)
-            self.read(job, length, job.pages)
+                self.cache[self.place(job.rank, pages, position)] = self.up_to(job, position)
+            self.read(job, length, pages)
         return drawn
 
 
 @dataclass
 class Host:
-    """Makes plans one call ahead of their results, as the engine does."""
+    """Makes plans ahead of their results, by one call as the engine does, by none or by more."""
 
     device: Device
     jobs: dict[int, Job]
+    ahead: int = 1  # calls whose results are taken only after the next is planned
     in_flight: deque[tuple[Call, dict[int, list[int]]]] = field(default_factory=deque)
 
     @property
@@ -135,7 +137,7 @@ class Host:
             check_plan(self.scheduler, plan)
             self.in_flight.append((plan.call, self.device.run(plan.call)))
             self.scheduler.begun(plan.call)
-        if self.in_flight and (plan is None or len(self.in_flight) > 1):
+        if self.in_flight and (plan is None or len(self.in_flight) > self.ahead):
             self.take(*self.in_flight.popleft())
         check(self.scheduler)
         return plan
@@ -258,6 +260,7 @@ REQUESTS = st.lists(
     drafts=st.integers(0, 2),
     page_size=st.sampled_from([8, 16, 32]),
     caching=st.booleans(),
+    ahead=st.integers(0, 3),
     seed=st.integers(0, 100),
 )
 def test_pages_hold_what_their_readers_expect_and_every_request_ends(
@@ -268,6 +271,7 @@ def test_pages_hold_what_their_readers_expect_and_every_request_ends(
     drafts: int,
     page_size: int,
     caching: bool,
+    ahead: int,
     seed: int,
 ) -> None:
     sizes = config(
@@ -279,6 +283,7 @@ def test_pages_hold_what_their_readers_expect_and_every_request_ends(
         prefix_caching=caching,
     )
     one = host(sizes, ranks, seed)
+    one.ahead = ahead
     for length, max_tokens, stops_after, family, n, steps, fate, salt in requests:
         prompt, leader = prompt_of(length, family), None
         several = []
