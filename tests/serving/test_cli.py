@@ -171,7 +171,7 @@ def test_bad_input_is_one_line_and_status_2_before_the_weights_are_read(
     arguments: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("qwenjax.llm.load_model", None)
+    monkeypatch.setattr("qwenjax.engine.build.load_model", None)
     assert cli.main(["generate", str(folder), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
