@@ -65,17 +65,22 @@ class AllReduce:
         if algorithm == "one_shot":
             if self.vectors * VECTOR > ONE_SHOT_BYTES:
                 raise ValueError(f"{self.vectors * VECTOR} bytes; a one-shot message has at most {ONE_SHOT_BYTES}")
-            self.tile_vectors = self.row_vectors or THREADS
+            self.tile_vectors = self.row_vectors or self.even_tile(128, THREADS)
         else:
-            self.tile_vectors = TILE_BYTES // VECTOR
+            if self.row_vectors * VECTOR > TILE_BYTES:
+                raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
+            self.tile_vectors = self.even_tile(THREADS, TILE_BYTES // VECTOR)
             if row:
-                if self.row_vectors > self.tile_vectors:
-                    raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
-                self.tile_vectors -= self.tile_vectors % self.row_vectors
+                self.tile_vectors = max(1, self.tile_vectors // self.row_vectors) * self.row_vectors
         self.tiles = -(-self.vectors // self.tile_vectors)
         self.grid = min(max_blocks, self.tiles)
         if -(-self.tiles // self.grid) >= protocol.STEPS:
             raise ValueError(f"{elements} elements are {self.tiles} tiles, more than {protocol.STEPS - 1} a block")
+
+    def even_tile(self, smallest: int, largest: int) -> int:
+        """Vectors of a tile with which every block has one, as far as these bounds let it."""
+        even = -(-self.vectors // MAX_BLOCKS)
+        return min(largest, -(-even // smallest) * smallest)
 
     @property
     def tag(self) -> int:

@@ -128,7 +128,7 @@ def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0
     return cute.compile(fused if row else plain, cuda.CUstream(0), *addresses)
 
 
-def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks: int = 32) -> None:
+def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks: int = 4) -> None:
     """Small one-shot calls with a large two-shot one in every `every`, exact sums of inputs that change from call to
     call and are overwritten right after each, ranks late by chance. Each process draws its own delays."""
     variants, sizes = 7, {"one_shot": 1001, "two_shot": 300_001}
@@ -177,7 +177,7 @@ def main() -> None:
     call("cuInit", 0)
     rendezvous = Rendezvous(FolderStore(Path(folder)), "ranks", rank, ranks, 60.0)
     mine = Ranks({rank: rank % call("cuDeviceGetCount")}, ranks, rendezvous)
-    many_calls(mine, int(calls), seed=rank, max_blocks=32)
+    many_calls(mine, int(calls), seed=rank)
     rendezvous.gather("done", True)
     mine.close()
     print("ok", flush=True)
