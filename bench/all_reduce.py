@@ -52,7 +52,7 @@ def sums_and_seconds(mesh: Mesh, call: Call, x: jax.Array) -> tuple[np.ndarray, 
         return jax.lax.fori_loop(0, calls, turn, (jnp.zeros_like(x), epochs))
 
     run = jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
-    heap = collectives._heap(mesh, "model")
+    heap = collectives.mesh_heap(mesh, "model")
     assert heap is not None
     jax.block_until_ready(run(heap.epochs(armed=False), x))  # loads the kernels without waiting for a peer
     epochs = heap.epochs()
@@ -75,7 +75,7 @@ def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
 
 def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     rows = []
-    heap = collectives._heap(mesh, "model")
+    heap = collectives.mesh_heap(mesh, "model")
     if heap is None:
         raise SystemExit("no symmetric memory between these devices; the warning above says why")
     ranks, names = mesh.size, ["one_shot", "two_shot", *(["multicast"] if heap.has_multicast else []), "psum"]

@@ -48,7 +48,7 @@ def fresh_epochs(mesh: Mesh, axis_name: str) -> jax.Array:
     a heap is behind it, which the mesh keeps until `close_heap`. Elsewhere words is 1; where that is because the
     memory cannot be mapped, a warning says so, once.
     """
-    heap = _heap(mesh, axis_name)
+    heap = mesh_heap(mesh, axis_name)
     if heap is not None:
         return heap.epochs()
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -56,15 +56,23 @@ def fresh_epochs(mesh: Mesh, axis_name: str) -> jax.Array:
 
 
 def close_heap(mesh: Mesh, axis_name: str) -> None:
-    """Frees the heap that `fresh_epochs` made, and those of all other meshes; epoch arrays of it are void."""
-    heap = _heap(mesh, axis_name)
-    _heap.cache_clear()
+    """Frees the heap behind `fresh_epochs`; its epoch arrays are void then, and a new heap is made if asked for."""
+    heap = _heaps.pop((mesh, axis_name), None)
     if heap is not None:
         heap.close()
 
 
-@functools.cache
-def _heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
+def mesh_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
+    """The heap behind `fresh_epochs`, made when it is first asked for; None where there is none."""
+    if (mesh, axis_name) not in _heaps:
+        _heaps[mesh, axis_name] = _make_heap(mesh, axis_name)
+    return _heaps[mesh, axis_name]
+
+
+_heaps: dict[tuple[Mesh, str], SymmetricHeap | None] = {}
+
+
+def _make_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
     device = mesh.devices.flat[0]
     if mesh.size == 1 or mesh.shape[axis_name] != mesh.size or device.platform == "cpu":
         return None

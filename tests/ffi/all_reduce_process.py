@@ -31,7 +31,7 @@ def on_ranks(mesh: Mesh, function: Any, *arguments: Any) -> Any:
 
     Arguments and results are spread over the ranks along their first axis.
     """
-    heap = collectives._heap(mesh, "model")
+    heap = collectives.mesh_heap(mesh, "model")
     assert heap is not None
     call = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
     jax.block_until_ready(call(heap.epochs(armed=False), *arguments))

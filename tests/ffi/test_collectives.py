@@ -221,8 +221,8 @@ def test_ranks_that_cannot_be_mapped_run_the_reference_and_say_so_once(
     monkeypatch.setattr(collectives, "SymmetricHeap", refuse)
     gpus: Any = GpuMesh(1, 2)
     with caplog.at_level(logging.WARNING):
-        assert collectives._heap(gpus, "model") is None
-        assert collectives._heap(gpus, "model") is None
+        assert collectives.mesh_heap(gpus, "model") is None
+        assert collectives.mesh_heap(gpus, "model") is None
     (record,) = caplog.records
     assert "over model: device 0 cannot map the memory of device 1. Collectives there run as XLA's" in record.message
 
@@ -241,5 +241,5 @@ def test_ranks_that_cannot_be_mapped_run_the_reference_and_say_so_once(
 def test_meshes_without_a_heap(gpus: Any, why: str | None, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("cutlass")
     with caplog.at_level(logging.WARNING):
-        assert collectives._heap(gpus, "model") is None
+        assert collectives.mesh_heap(gpus, "model") is None
     assert [why in record.message for record in caplog.records] == [True] * (why is not None)  # type: ignore[operator]
