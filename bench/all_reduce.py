@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from measure import RESULTS, header, median_seconds, recorded
 
 from qwenjax_ffi import all_reduce_kernel, collectives
-from qwenjax_ffi.all_reduce_choice import Algorithm, bytes_each_way, choose_algorithm, predicted_seconds
+from qwenjax_ffi.all_reduce_choice import Algorithm, bytes_each_way, choose_algorithm, one_shot_limit, predicted_seconds
 from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
 
 NVLINK = {"9.0": 450e9, "10.0": 900e9}  # bytes a second each way, by datasheet
@@ -100,6 +100,9 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
             flush=True,
         )
         rows.append({"kib": kib, **seconds})
+    best_one_shot = [row["kib"] for row in rows if "one_shot" in row and row["one_shot"] <= row["two_shot"]]
+    limit = max(best_one_shot, default=0) * KIB
+    print(f"\none-shot is the fastest up to {limit} bytes of those measured; the table says {one_shot_limit(ranks)}")
     return rows
 
 

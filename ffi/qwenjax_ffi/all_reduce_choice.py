@@ -31,10 +31,14 @@ def choose_algorithm(num_bytes: int, ranks: int, multicast: bool) -> Algorithm:
 
     A number of ranks that is not in the table is treated as the next one that is.
     """
-    limit = next(limit for known, limit in ONE_SHOT_LIMITS.items() if ranks <= known)
-    if num_bytes <= limit:
+    if num_bytes <= one_shot_limit(ranks):
         return "one_shot"
     return "multicast" if multicast and ranks >= MULTICAST_RANKS else "two_shot"
+
+
+def one_shot_limit(ranks: int) -> int:
+    """The largest message in bytes that runs one-shot."""
+    return next(limit for known, limit in ONE_SHOT_LIMITS.items() if ranks <= known)
 
 
 def bytes_each_way(algorithm: Algorithm, num_bytes: int, ranks: int) -> float:

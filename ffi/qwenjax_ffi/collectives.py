@@ -73,7 +73,7 @@ _heaps: dict[tuple[Mesh, str], SymmetricHeap | None] = {}
 
 
 def _make_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     if mesh.size == 1 or mesh.shape[axis_name] != mesh.size or device.platform == "cpu":
         return None
     try:

@@ -208,7 +208,7 @@ class GpuMesh:
     def __init__(self, data: int, model: int, capability: str = "9.0") -> None:
         device = self.Device()
         device.compute_capability = capability
-        self.devices, self.size = np.array([device] * (data * model)), data * model
+        self.local_devices, self.size = [device] * (data * model), data * model
         self.shape, self.axis_names = {"data": data, "model": model}, ("data", "model")
 
 
