@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -234,6 +235,31 @@ def test_the_epoch_array_says_where_every_ranks_memory_is(monkeypatch: pytest.Mo
             assert address(row, RECORD_WORD)
         unarmed = np.asarray(heap.epochs(armed=False)).reshape(4, -1)
         assert (unarmed[:, RANK_WORD] < 0).all()
+
+
+def test_processes_of_jax_distributed_meet_through_its_coordinator() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+    }
+    program = PROCESS.with_name("heap_distributed.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(process), "2", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for process in range(2)
+    ]
+    for process in running:
+        out, err = process.communicate(timeout=100)
+        assert out.endswith("ok\n"), err[-3000:]
 
 
 def test_offsets_are_handed_out_until_the_heap_is_full() -> None:
