@@ -27,6 +27,8 @@ def packs_here(dtype: jnp.dtype, activation_format: ActivationFormat) -> bool:
 
     That is where the kernels of its layout run, which take bfloat16.
     """
+    if activation_format not in ("model", "mxfp8"):
+        return False
     kernels = grouped_gemm_blackwell if layout_for(activation_format) == "block_scaled" else grouped_gemm_kernel
     return dtype == jnp.bfloat16 and kernels.machine_unavailable() is None
 

@@ -40,7 +40,7 @@ def write_orbax(
     report = convert_to(weights)
     for left in (saved, destination.folder / ORBAX_PARAMETERS):
         shutil.rmtree(left, ignore_errors=True)
-    save_model(load_model(weights, make_mesh(), progress=progress), saved)
+    save_model(load_model(weights, make_mesh(), progress=progress, pack=False, activation_format="model"), saved)
     config = {key: source.config[key] for key in TOKEN_IDS if key in source.config} | json.loads(
         (saved / "config.json").read_text("utf-8")
     )

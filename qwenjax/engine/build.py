@@ -23,6 +23,7 @@ from qwenjax.engine.programs import spans_processes
 from qwenjax.mesh import MODEL, make_mesh
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
+from qwenjax_ffi.activations import ActivationFormat
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ class EngineOptions(TypedDict, total=False):
 
     data_parallel x model_parallel: the mesh, 1 x 1; experts are spread over all of it. dtype: "auto" (config.json's,
     the default), "bfloat16", "float16" or "float32", of weights, activations and cache. quantization: "mxfp8" quantises
-    the linear layers while loading; checkpoints that are quantised need no word. max_model_len: tokens of a prompt and
-    its output, by default the model's max_position_embeddings. max_num_seqs: sequences that decode together on each
-    data rank, 32. max_num_batched_tokens: of one prefill call, 256 on a CPU and 2,048 on a GPU. num_steps: tokens a
+    the linear layers while loading; checkpoints that are quantised need no word. activation_format: what the inputs of
+    those layers are rounded to, by default as load_model says. max_model_len: tokens of a prompt and its output, by
+    default the model's max_position_embeddings. max_num_seqs: sequences that decode together on each data rank, 32. max_num_batched_tokens: of one prefill call, 256 on a CPU and 2,048 on a GPU. num_steps: tokens a
     sequence draws in one decode call while no request waits, 8. num_pages: KV pages of page_size (64) tokens on each
     data rank, by default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that begin
     alike, True. num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by
@@ -52,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     model_parallel: int
     dtype: str
     quantization: str | None
+    activation_format: ActivationFormat | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -70,6 +72,7 @@ _DEFAULTS: EngineOptions = {
     "model_parallel": 1,
     "dtype": "auto",
     "quantization": None,
+    "activation_format": None,
     "max_model_len": None,
     "max_num_seqs": 32,
     "max_num_batched_tokens": None,
@@ -117,7 +120,14 @@ def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine:
     )
     num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"])
     own_dtype = None if dtype == "auto" else DTYPES[dtype]
-    loaded = load_model(folder, mesh, own_dtype, quantization=asked["quantization"], progress=asked["progress"])
+    loaded = load_model(
+        folder,
+        mesh,
+        own_dtype,
+        quantization=asked["quantization"],
+        progress=asked["progress"],
+        activation_format=asked["activation_format"],
+    )
     if num_pages is None:
         num_pages = min(sizes.max_num_seqs * sizes.max_pages, pages_that_fit(loaded, sizes.page_size, num_drafts > 0))
     enable_compilation_cache()

@@ -104,6 +104,7 @@ def test_activations_are_quantised_by_default_on_blackwell_alone_and_a_warning_s
     assert default_activation_format(jnp.float32, {"w13"}) == "model"  # the kernels take bfloat16
     assert default_activation_format(jnp.bfloat16, set()) == "model"
     assert not packs_here(jnp.bfloat16, "model")
+    assert not packs_here(jnp.bfloat16, "nvfp4")
     assert not caplog.records
     assert layouts(load(source, (1, 1), dtype=jnp.bfloat16)) == {"block_scaled"}
     assert "rounded to MXFP8" in caplog.text

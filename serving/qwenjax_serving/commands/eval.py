@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
     evaluation = evaluate(
-        load_model(folder, mesh, dtype, progress=arguments.progress),
+        load_model(folder, mesh, dtype, progress=arguments.progress, activation_format="model"),
         ids,
         variants,
         context=arguments.context,

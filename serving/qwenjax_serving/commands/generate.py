@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_parallel=arguments.model_parallel,
         dtype=arguments.dtype,
         quantization=arguments.quantization,
+        activation_format=arguments.activation_format,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         num_speculative_tokens=arguments.num_speculative_tokens,

@@ -39,7 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_sequences(ModelConfig.from_folder(folder), [ids])
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
-    model = load_model(folder, mesh, dtype, quantization=arguments.quantization, progress=arguments.progress)
+    model = load_model(
+        folder,
+        mesh,
+        dtype,
+        quantization=arguments.quantization,
+        progress=arguments.progress,
+        activation_format=arguments.activation_format,
+    )
     logits = sequence_logits(model, [ids])[0][-1]
     # Ties to the lowest id, as greedy decoding breaks them.
     top = np.argsort(-logits, kind="stable")[: arguments.top].tolist()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
+
+from qwenjax_ffi.activations import ActivationFormat
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, quantization: bool = True) -> None:
@@ -18,5 +21,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, quantization: bool = Tr
     )
     if quantization:
         parser.add_argument("--quantization", choices=("mxfp8",), help="quantise the linear layers while loading")
+        parser.add_argument(
+            "--activation-format",
+            choices=get_args(ActivationFormat),
+            help="what the linear layers' inputs are rounded to (default: model; on Blackwell GPUs, for MXFP8, mxfp8)",
+        )
     parser.add_argument("--revision", help="of a Hugging Face repository")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
