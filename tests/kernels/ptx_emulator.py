@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,19 +103,35 @@ def parse(ptx: str) -> Program:
     return Program(instructions, labels, parameters, threads)
 
 
+@dataclass
+class Window:
+    """What is there of a buffer that is too large to be made: its bytes from `start`."""
+
+    start: int
+    values: np.ndarray
+
+
+Buffer = np.ndarray | Window
+
+
 class GlobalMemory:
     """Buffers far apart; an access must lie inside one and be aligned."""
 
-    def __init__(self, buffers: list[np.ndarray]) -> None:
-        self.buffers = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+    def __init__(self, buffers: list[Buffer]) -> None:
+        windows = [buffer if isinstance(buffer, Window) else Window(0, buffer) for buffer in buffers]
+        self.starts = [window.start for window in windows]
+        self.buffers = [window.values.reshape(-1).view(np.uint8) for window in windows]
 
     def address(self, index: int) -> int:
         return (index + 1) << 40
 
     def at(self, address: int, size: int) -> np.ndarray:
         index, offset = (address >> 40) - 1, address & ((1 << 40) - 1)
-        if not (0 <= index < len(self.buffers)) or offset + size > self.buffers[index].size:
+        if not 0 <= index < len(self.buffers):
             raise EmulationError(f"{size} bytes at {address:#x} are in no buffer")
+        offset -= self.starts[index]
+        if not 0 <= offset <= self.buffers[index].size - size:
+            raise EmulationError(f"{size} bytes at {address:#x} are outside buffer {index}")
         return self.buffers[index][offset : offset + size]
 
 
@@ -525,14 +541,14 @@ class Block(TensorMemory):
         self.copies.append(finish)
 
 
-def launch(ptx: str, buffers: list[np.ndarray], grid: tuple[int, int], seed: int = 0) -> set[str]:
+def launch(ptx: str, buffers: Sequence[Buffer], grid: tuple[int, int], seed: int = 0) -> set[str]:
     """Runs a kernel over its grid. Its 8-byte aligned parameters are tensors, in the order of `buffers`, which it
     writes to; the others are flags of the product that are off.
 
     Returns the names of the instructions that were executed.
     """
     program = parse(ptx)
-    memory = GlobalMemory(buffers)
+    memory = GlobalMemory(list(buffers))
     pointers = iter(memory.address(index) for index in range(len(buffers)))
     arguments = {
         name: next(pointers).to_bytes(8, "little") + b"\xff" * (size - 8) if alignment == 8 else bytes(size)

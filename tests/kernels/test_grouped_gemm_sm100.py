@@ -25,7 +25,7 @@ from qwenjax_kernels import block_scaled
 from qwenjax_kernels.grouped_gemm_sm100 import GroupedGemmSm100
 from qwenjax_kernels.quantise_rows import SLAB_TILES, QuantiseRows
 from qwenjax_kernels.tiles_sm100 import SHARED_BYTES, TENSOR_MEMORY_COLUMNS, TILE_ROWS, Tile, choose_tile_rows
-from tests.kernels.ptx_emulator import EmulationError, launch
+from tests.kernels.ptx_emulator import EmulationError, Window, launch
 
 COMPILE = Path(__file__).with_name("compile_grouped_gemm_sm100.py")
 Case = tuple[Any, ...]
@@ -202,6 +202,20 @@ def test_emulated_down_projection_equals_float64_and_nan_stays_with_its_expert(s
     np.testing.assert_array_equal(np.isnan(error), np.isnan(expected))
     assert (error <= bound)[~np.isnan(error)].all()
     assert np.isnan(y[there:].astype(np.float32)).all()
+
+
+def test_emulated_weights_of_a_layer_past_4_gib_are_found() -> None:
+    _, k, width, groups, rows, tile_rows, _, _ = DOWN
+    weight = random_weight(2, (groups, width, k))
+    layer = pack_weight(weight)
+    last = -(-(1 << 32) // layer.size) + 1
+    tiles, x = poisoned_tiles(jax.random.normal(jax.random.key(0), (rows, k), jnp.bfloat16), SIZES, tile_rows)
+    sizes, factors = np.asarray(SIZES, np.int32), np.ones(rows, np.float32)
+    y = np.full((rows, width), np.nan, ml_dtypes.bfloat16)
+    stack = Window(last * layer.size, np.asarray(layer))
+    launch(compiled(DOWN)[1], [tiles, stack, sizes, factors, np.asarray([last], np.int32), y], (1, 1))
+    expected = grouped(x, SIZES, float64(decode(weight, jnp.float32)))
+    np.testing.assert_allclose(y[: sum(SIZES)].astype(np.float64), expected, rtol=2.0**-7, atol=1e-3)
 
 
 def test_emulated_float32_result_equals_float64_with_tiles_spread_over_blocks() -> None:
