@@ -221,6 +221,13 @@ class Qwen3Moe(nnx.Module):
         tokens: int32 [batch, tokens] of this data rank; epochs: int32 [words], see qwenjax_ffi.collectives.
         Returns the last layer's normalised hidden states [batch, tokens, hidden], the context and the epochs.
         """
+        x, context, epochs = self.layers(self.embed(tokens), context, epochs, 0, self.config.num_hidden_layers)
+        return self.normalised(x), context, epochs
+
+    def layers(
+        self, x: jax.Array, context: Context, epochs: jax.Array, start: jax.Array | int, stop: jax.Array | int
+    ) -> tuple[jax.Array, Context, jax.Array]:
+        """Runs layers start to stop on x [batch, tokens, hidden], which is what they return too, not normalised."""
         config = self.config
         frequencies = inverse_frequencies(config.rope, config.head_dim)
         rotary = cos_sin(context.positions, frequencies, config.rope.attention_factor)
@@ -251,9 +258,11 @@ class Qwen3Moe(nnx.Module):
             out, epochs = feed_forward(normed, layer, epochs)
             return x + out, context, epochs
 
-        carry = (self.embed(tokens), context, epochs)
-        x, context, epochs = jax.lax.fori_loop(0, config.num_hidden_layers, block, carry)
-        return rms_norm(x, self.norm[...], config.rms_norm_eps), context, epochs
+        return jax.lax.fori_loop(start, stop, block, (x, context, epochs))
+
+    def normalised(self, x: jax.Array) -> jax.Array:
+        """The hidden states that `logits` takes, of what the last layer returned."""
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., vocab] of normalised hidden states [..., hidden], the same on every model rank."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from qwenjax.engine.engine import Engine
 from qwenjax.outputs import EngineStats, RequestOutput
 from qwenjax.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -51,6 +54,14 @@ class AsyncEngine:
         engine is closed or has failed; the iterator raises RuntimeError when it fails later.
         """
         self.engine.check(prompt_token_ids, params)
+
+        def enter() -> None:
+            self.engine.add_request(request_id, prompt_token_ids, params, prompt, cache_salt)
+
+        return self.stream(request_id, enter)
+
+    def stream(self, request_id: str, enter: Callable[[], None]) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request that `enter` gives to the engine, in its thread; as `add` otherwise."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError(f"the engine failed: {self._failure}") from self._failure
@@ -60,13 +71,32 @@ class AsyncEngine:
                 raise ValueError(f"request_id {request_id!r} is in use")
             stream = self._streams[request_id] = _Stream(asyncio.get_running_loop())
 
-            def add() -> Iterable[RequestOutput]:
-                self.engine.add_request(request_id, prompt_token_ids, params, prompt, cache_salt)
+            def command() -> Iterable[RequestOutput]:
+                enter()
                 return ()
 
-            self._commands.append(add)
+            self._commands.append(command)
             self._changed.notify()
         return _Outputs(stream, lambda: self.abort(request_id))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises, run in the engine's thread between two of its steps. Raises RuntimeError
+        when the engine is closed or has failed."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> Iterable[RequestOutput]:
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+            return ()
+
+        with self._changed:
+            if self._failure is not None or self._closing:
+                raise RuntimeError(f"the engine failed: {self._failure}" if self._failure else "the engine is closed")
+            self._commands.append(command)
+            self._changed.notify()
+        return await asyncio.wrap_future(result)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whose last output then has finish_reason "abort". From any thread; unknown ids pass."""

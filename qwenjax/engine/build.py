@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from qwenjax.tokenizer import Tokenizer
 from qwenjax_ffi.activations import ActivationFormat
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Engine)
 
 _DEFAULT_DRAFTS = 1  # costs least where it does not pay, see bench/results/speculative-cpu.txt
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
@@ -88,8 +90,16 @@ _DEFAULTS: EngineOptions = {
 }
 
 
-def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine:
-    """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles an engine's programs.
+@overload
+def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine: ...
+
+
+@overload
+def build_engine(model: str | Path, kind: type[E], **options: Unpack[EngineOptions]) -> E: ...
+
+
+def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[EngineOptions]) -> Any:
+    """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles the programs of an engine of `kind`.
 
     Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
     for an option that there is not.
@@ -132,7 +142,7 @@ def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine:
     if num_pages is None:
         num_pages = min(sizes.max_num_seqs * sizes.max_pages, pages_that_fit(loaded, sizes.page_size, num_drafts > 0))
     enable_compilation_cache()
-    engine = Engine(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
+    engine = kind(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
     engine.warm_up(asked["progress"])
     return engine
 

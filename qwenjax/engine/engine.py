@@ -20,8 +20,8 @@ from tqdm import tqdm
 from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns, prefill_table
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.interrupts import uninterrupted
-from qwenjax.engine.programs import Programs, spans_processes
-from qwenjax.engine.schedule import Decode, Prefill, Scheduler
+from qwenjax.engine.programs import Drawn, Programs, spans_processes
+from qwenjax.engine.schedule import Decode, Prefill, Row, Scheduler
 from qwenjax.engine.sequence import Request, Sequence, logprob_entry
 from qwenjax.engine.slots import create_slots
 from qwenjax.mesh import BY_DATA, DATA
@@ -79,6 +79,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}  # by order of arrival
         self._orders = itertools.count()
+        self.num_prefill_calls = self.num_decode_calls = 0
         self._failure: BaseException | None = None
         self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._num_aborts = 0
         self._decode_batch = (0,) * self.ranks
@@ -118,6 +119,21 @@ class Engine:
 
         cache_salt: requests of different salts share no cached prompts.
         """
+        request = self._new_request(request_id, prompt_token_ids, params, range(params.n), prompt, cache_salt)
+        self._enter(request)
+        for sequence in request.sequences:
+            self.scheduler.add(sequence.job)
+
+    def _new_request(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        indices: Iterable[int],
+        prompt: str | None,
+        cache_salt: str | None,
+    ) -> Request:
+        """A request with the outputs of these indices, checked and known to nobody."""
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         self.check(prompt_token_ids, params)
@@ -134,14 +150,17 @@ class Engine:
             speculation=SpeculationStats.of(self.config.num_speculative_tokens if params.speculation else 0),
             cache_salt=cache_salt,
         )
-        for index in range(params.n):
+        for index in indices:
             request.sequences.append(Sequence(request, index, next(self._orders), self.tokenizer))
+        return request
+
+    def _enter(self, request: Request) -> None:
+        """Takes a request among those that run."""
         if not self._requests:  # figures of a busy engine begin anew
             self._logged = time.monotonic(), self._prompt_tokens, self._generated_tokens
-        self._requests[request_id] = request
+        self._requests[request.request_id] = request
         for sequence in request.sequences:
             self._sequences[sequence.job.order] = sequence
-            self.scheduler.add(sequence.job)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests where they are and returns their last outputs; ids that are not running are passed over, since
@@ -216,13 +235,7 @@ class Engine:
 
         Requests run the compiled programs themselves: nothing can compile after this.
         """
-        programs = Programs(self.model.graphdef, self.model.mesh, self.config)
-        functions: dict[Program, Any] = {("prefill", length): found for length, found in programs.prefill.items()}
-        functions |= {("decode", variant): found for variant, found in programs.decode.items()}
-        traced = {}
-        for program, function in functions.items():
-            table = self._placed(np.zeros(self._shape(program), np.int32))
-            traced[program] = function.trace(self.model.state, self._slots, table)
+        traced = self._traced(Programs(self.model.graphdef, self.model.mesh, self.config))
         with (
             ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
@@ -236,6 +249,18 @@ class Engine:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._compiled.clear()
                 raise
+
+    def _traced(self, programs: Programs) -> dict[Program, Any]:
+        """Every program that the engine runs, ready to be compiled."""
+        functions: dict[Program, Any] = {("prefill", length): found for length, found in programs.prefill.items()}
+        functions |= {("decode", variant): found for variant, found in programs.decode.items()}
+        return {
+            program: function.trace(self.model.state, self._slots, self._idle_table(program))
+            for program, function in functions.items()
+        }
+
+    def _idle_table(self, program: Program) -> Any:
+        return self._placed(np.zeros(self._shape(program), np.int32))
 
     def _begin_call(self) -> bool:
         """Plans a call and gives it to the device; false where there is nothing to run."""
@@ -260,13 +285,15 @@ class Engine:
                 want,
                 want_prompt,
             )
-            drawn, prompt_logprobs = self._run(("prefill", call.length), table)
+            drawn, prompt_logprobs, found = self._run_prefill(call, self._placed(table))
+            self.num_prefill_calls += 1
         else:
-            want_prompt, prompt_logprobs = False, None
+            want_prompt, prompt_logprobs, found = False, None, {}
             table = decode_table(self.config, self.ranks, call, want)
-            (drawn,) = self._run(("decode", (call.batch, call.num_drafts)), table)
+            (drawn,) = self._run(("decode", (call.batch, call.num_drafts)), self._placed(table))
+            self.num_decode_calls += 1
             self._note_batch(call)
-        found = {"tokens": drawn.tokens}
+        found["tokens"] = drawn.tokens
         if want:
             found["logprobs"] = drawn.logprobs
         if want_prompt:
@@ -276,10 +303,16 @@ class Engine:
         self._in_flight.append(InFlight(call, found))
         return True
 
-    def _run(self, program: Program, table: np.ndarray) -> tuple[Any, ...]:
+    def _run_prefill(self, call: Prefill, table: Any) -> tuple[Drawn, TopLogprobs, dict[str, Any]]:
+        """What the call draws, and what else its results are to hold."""
+        drawn, prompt_logprobs = self._run(("prefill", call.length), table)
+        return drawn, prompt_logprobs, {}
+
+    def _run(self, program: Program, *arguments: Any) -> tuple[Any, ...]:
+        """Runs a program on the model's state, the slots, which it returns anew, and the arguments."""
         if not self._compiled:
             self.warm_up(progress=False)
-        self._slots, *results = self._compiled[program](self.model.state, self._slots, self._placed(table))
+        self._slots, *results = self._compiled[program](self.model.state, self._slots, *arguments)
         return tuple(results)
 
     def _shape(self, program: Program) -> tuple[int, int]:
@@ -332,7 +365,11 @@ class Engine:
                     self._cached_prompt_tokens += request.num_cached_tokens
                 self._append(sequence, int(found["tokens"][row.index]), _logprobs_at(found, row.index), now)
                 changed[request.request_id] = request
+                self._prefilled(sequence, row, found)
         return changed
+
+    def _prefilled(self, sequence: Sequence, row: Row, found: dict[str, Any]) -> None:
+        """A sequence has drawn its first token, in a row of the results `found`."""
 
     def _take_decoded(self, call: Decode, found: dict[str, Any], now: float) -> dict[str, Request]:
         changed = dict[str, Request]()

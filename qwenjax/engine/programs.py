@@ -45,12 +45,49 @@ def prefill(
     rank's rows of `prefill_table`. Returns the slots, what the rows drew (meaningless where not `last`), and the
     log-probabilities [rows, length, …] of next_tokens.
     """
+    slots, x = begin_prefill(model, slots, table, config=config, length=length)
+    layers = model.config.num_hidden_layers
+    slots, x = prefill_layers(model, slots, x, table, 0, layers, config=config, length=length)
+    slots, drawn, prompt_logprobs, _ = finish_prefill(model, slots, x, table, config=config, length=length)
+    if gather:
+        chunk = chunk_of(config, length, table)
+        drawn = _gathered(drawn, chunk.want_logprobs, axis=0)
+        prompt_logprobs = _gathered_if(chunk.want_prompt_logprobs, prompt_logprobs, axis=0)
+    return slots, drawn, prompt_logprobs
+
+
+def begin_prefill(
+    model: Qwen3Moe, slots: Slots, table: jax.Array, *, config: EngineConfig, length: int
+) -> tuple[Slots, jax.Array]:
+    """The first part of `prefill`: the slots with the rows in them, and what the first layer takes."""
     chunk = chunk_of(config, length, table)
-    slots = slots.fill(chunk).count(chunk)
-    valid = chunk.positions >= 0
+    return slots.fill(chunk).count(chunk), model.embed(chunk.tokens)
+
+
+def prefill_layers(
+    model: Qwen3Moe,
+    slots: Slots,
+    x: jax.Array,
+    table: jax.Array,
+    start: jax.Array | int,
+    stop: jax.Array | int,
+    *,
+    config: EngineConfig,
+    length: int,
+) -> tuple[Slots, jax.Array]:
+    """The middle of `prefill`: layers start to stop, int32 scalars, on x [rows, length, hidden]."""
+    chunk = chunk_of(config, length, table)
     context = PagedContext(slots.cache, chunk.page_table, chunk.positions)
-    hidden, context, epochs = model(chunk.tokens, context, slots.epochs)
-    slots = replace(slots, cache=context.cache, epochs=epochs)
+    x, context, epochs = model.layers(x, context, slots.epochs, start, stop)
+    return replace(slots, cache=context.cache, epochs=epochs), x
+
+
+def finish_prefill(
+    model: Qwen3Moe, slots: Slots, x: jax.Array, table: jax.Array, *, config: EngineConfig, length: int
+) -> tuple[Slots, Drawn, TopLogprobs, jax.Array]:
+    """The last part of `prefill`; returns besides the hidden states [rows, hidden] that rows drew from."""
+    chunk = chunk_of(config, length, table)
+    hidden, valid = model.normalised(x), chunk.positions >= 0
     last_index = jnp.maximum(jnp.sum(valid, axis=1) - 1, 0)
     rows = jnp.arange(chunk.slot.shape[0])
     logits = model.logits(hidden[rows, last_index])
@@ -79,10 +116,7 @@ def prefill(
         active=slots.active.at[slot].set(goes_on, mode="drop"),
         counts=replace(slots.counts, in_output=in_output),
     )
-    if gather:
-        drawn = _gathered(drawn, chunk.want_logprobs, axis=0)
-        prompt_logprobs = _gathered_if(chunk.want_prompt_logprobs, prompt_logprobs, axis=0)
-    return slots, drawn, prompt_logprobs
+    return slots, drawn, prompt_logprobs, hidden[rows, last_index]
 
 
 def decode(

@@ -137,6 +137,19 @@ class Scheduler:
     def add(self, job: Job) -> None:
         insort(self.waiting, job, key=lambda job: job.order)
 
+    def reserve(self, job: Job) -> bool:
+        """Gives a job whose prompt another engine runs a slot and all the pages that it may come to need, so that it
+        never has to leave; false where there is no room. num_cached tokens are there already."""
+        placed = self._place(job, job.end_length - 1, spare=0)
+        if placed is not None:
+            self._enter(job, *placed, job.end_length - 1)
+        return placed is not None
+
+    def arrived(self, job: Job) -> None:
+        """The pages of a reserved job hold its prompt, of which `target` tokens: from now on it decodes."""
+        job.num_prefilled = job.target
+        self._keep_blocks(job)
+
     def remove(self, job: Job) -> None:
         """Takes a job out, wherever it is. No later plan writes to its pages."""
         if job.placed:
@@ -192,11 +205,12 @@ class Scheduler:
                 break
             if job.leader is not None and not self._led(job, job.leader):
                 continue
-            if (placed := self._place(job)) is None:
+            # A page for each that runs, so that who enters does not have to leave at the next border.
+            if (placed := self._place(job, len(job.tokens), spare=1)) is None:
                 break
-            rank, blocks = placed
             self.waiting.remove(job)
-            self._enter(job, rank, blocks)
+            self._enter(job, *placed, len(job.tokens))
+            self.prefilling.append(job)
             admitted.append(job)
         return admitted
 
@@ -211,8 +225,9 @@ class Scheduler:
         most = min(job.max_cached, len(job.tokens) - 1)
         return most // self.config.block_size * self.config.block_size
 
-    def _place(self, job: Job) -> tuple[int, list[Block]] | None:
-        """A rank with room for the job and the blocks that it finds there. Of the ranks that have about as much to do
+    def _place(self, job: Job, tokens: int, spare: int) -> tuple[int, list[Block]] | None:
+        """A rank with room for `tokens` tokens of the job, and `spare` pages for each that runs there, and the blocks
+        that the job finds there. Of the ranks that have about as much to do
         as the idlest, the one that knows most of the prompt."""
         config = self.config
         if job.keys is None:
@@ -224,9 +239,8 @@ class Scheduler:
             if busy == config.max_num_seqs:
                 continue
             blocks = pool.match(keys)
-            needed = config.pages_for(len(job.tokens)) - sum(len(block.pages) for block in blocks)
-            # A page for each that runs, so that who enters does not have to leave at the next border.
-            if needed + busy <= pool.num_available_beside(blocks):
+            needed = config.pages_for(tokens) - sum(len(block.pages) for block in blocks)
+            if needed + spare * busy <= pool.num_available_beside(blocks):
                 found.append((len(blocks), busy, rank, blocks))
         if not found:
             return None
@@ -240,21 +254,21 @@ class Scheduler:
             return []
         return block_keys(job.tokens, self.config.block_size, self.config.lookahead, job.salt)
 
-    def _enter(self, job: Job, rank: int, blocks: list[Block]) -> None:
+    def _enter(self, job: Job, rank: int, blocks: list[Block], tokens: int) -> None:
+        """Puts a job into a slot, with pages for `tokens` tokens."""
         pool = self.pools[rank]
         pool.hold(blocks)
         job.rank, job.slot = rank, self.slots[rank].index(None)
         job.blocks = blocks
         job.pages = [page for block in blocks for page in block.pages]
         job.target = len(job.tokens)
-        job.pages += pool.take(self.config.pages_for(job.target) - len(job.pages))
+        job.pages += pool.take(self.config.pages_for(tokens) - len(job.pages))
         job.num_prefilled = job.num_cached = len(blocks) * self.config.block_size
         self.slots[rank][job.slot] = job
-        self.prefilling.append(job)
 
     def _leave(self, job: Job) -> None:
         pool = self.pools[job.rank]
-        if not job.prefilled:
+        if job in self.prefilling:
             self.prefilling.remove(job)
         self.slots[job.rank][job.slot] = None
         num_shared = sum(len(block.pages) for block in job.blocks)

@@ -42,12 +42,13 @@ class Request:
     finished_at: float | None = None
     num_tokens: int = 0  # drawn, of all outputs
     num_cached_tokens: int = 0
+    handed_over: bool = False  # another engine goes on with it
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
-        return all(sequence.output.finished for sequence in self.sequences)
+        return self.handed_over or all(sequence.output.finished for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
         """What the request has so far, as a value of its own."""
@@ -89,7 +90,7 @@ class Sequence:
         self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
         if params.logprobs is not None:
             self.output.cumulative_logprob = 0.0
-        leader: Job | None = request.sequences[0].job if index else None
+        leader: Job | None = request.sequences[0].job if request.sequences else None
         self.job: Job = Job(
             order,
             list(request.prompt_token_ids),

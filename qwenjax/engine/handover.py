@@ -1,0 +1,441 @@
+"""Engines that do half of the work: one runs prompts and gives their pages away, the other decodes from such pages.
+
+A page travels as [heads, planes, page_size, head_dim]: plane 2 * layer holds the keys of a layer, the next one its
+values, and the multi-token-prediction head's layer comes last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qwenjax.cache import CACHE_SPEC, KVCache
+from qwenjax.engine.columns import Columns, get_sampling, put_sampling, sampling_widths
+from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.engine import Engine, Program
+from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers
+from qwenjax.engine.schedule import Prefill, Row
+from qwenjax.engine.sequence import Request, Sequence
+from qwenjax.engine.slots import Slots, slots_specs
+from qwenjax.kv_transfer import KVLayout
+from qwenjax.mesh import BY_DATA, DATA, MODEL
+from qwenjax.model import Qwen3Moe
+from qwenjax.outputs import Logprob, RequestOutput
+from qwenjax.sampling import TokenCounts, TopLogprobs
+from qwenjax.sampling_params import SamplingParams
+from qwenjax.sharded_model import ShardedModel, on_ranks
+from qwenjax.tokenizer import Tokenizer
+
+_MOST_GROUPS = 8  # of layers in a prefill: enough to hide sending, and each costs a program's launch
+_PAGES_PER_COPY = 16  # that one program takes out of the cache, or puts into it
+_WHOLE = PartitionSpec()
+_PAGES_OUT = PartitionSpec(None, MODEL)  # [pages, heads, planes, page_size, head_dim] of one data rank
+_PAGES_IN = PartitionSpec(DATA, MODEL)
+
+
+def kv_layout(engine: Engine) -> KVLayout:
+    """How each data rank of an engine holds pages."""
+    return KVLayout(engine.model.config.num_key_value_heads, engine.config.page_size, engine.model.mesh.shape[MODEL])
+
+
+def num_planes(engine: Engine) -> int:
+    """Planes of a page: two for each layer, the head's included where the engine speculates."""
+    return 2 * (engine.model.config.num_hidden_layers + (engine.config.num_speculative_tokens > 0))
+
+
+@dataclass(frozen=True)
+class StagedPart:
+    """Tokens [start, stop) of a request, in the pages of `StagedPages` from place `first` on; page `first_page` of the
+    sequence is the first of them."""
+
+    request_id: str
+    start: int
+    stop: int
+    first: int
+    first_page: int
+
+
+@dataclass(frozen=True)
+class StagedPages:
+    """What a group of layers has written for the requests of a prefill call.
+
+    arrays: each [pages, heads, planes, page_size, head_dim], as many of them as hold the parts' pages one after
+    another; on the device, possibly still being computed. first_plane: of the page, that their first plane is.
+    """
+
+    arrays: SequenceOf[jax.Array]
+    first_plane: int
+    parts: SequenceOf[StagedPart]
+
+    @property
+    def num_planes(self) -> int:
+        return self.arrays[0].shape[2]
+
+
+class PrefillEngine(Engine):
+    """Runs prompts and draws their first tokens; requests then leave it, with `finished` outputs that have no
+    finish_reason unless that token was the last.
+
+    A prefill call is a chain of programs over groups of layers. After each, `on_staged` is called, in the engine's
+    thread, with the pages that the group has written; the next group runs meanwhile.
+    """
+
+    def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        if model.mesh.shape[DATA] != 1:
+            raise ValueError(f"data={model.mesh.shape[DATA]}: prefill has one data rank, give it all devices as model=")
+        super().__init__(model, tokenizer, config)
+        self.on_staged: Callable[[StagedPages], None] = lambda staged: None
+        self.handovers: dict[str, tuple[np.ndarray, int]] = {}
+        layers = model.config.num_hidden_layers
+        bounds = np.linspace(0, layers, min(layers, _MOST_GROUPS) + 1).astype(int).tolist()
+        self._groups = list(itertools.pairwise(bounds))
+        self._wanted_from: dict[int, int] = {}  # by order of arrival: the first token to stage
+        self._num_parts: dict[str, int] = {}
+
+    def add_prompt(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        index: int = 0,
+        wanted_from: int = 0,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a prompt for the output `index` of a request; pages of tokens from wanted_from on are staged.
+
+        Raises ValueError as `add_request` does.
+        """
+        request = self._new_request(request_id, prompt_token_ids, params, [index], prompt, cache_salt)
+        job = request.sequences[0].job
+        job.end_length = len(prompt_token_ids) + 1  # for the scheduler and the device; the host knows more
+        self._enter(request)
+        self._wanted_from[job.order] = wanted_from
+        self._num_parts[request_id] = 0
+        self.scheduler.add(job)
+
+    def take_handover(self, request_id: str) -> tuple[np.ndarray, int]:
+        """The hidden state [hidden] that a request's first token was drawn from, and the number of its parts that were
+        staged. Once, when its output is there; from any thread."""
+        return self.handovers.pop(request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        outputs = super().abort(ids := list(request_ids))
+        for request_id in ids:
+            self._num_parts.pop(request_id, None)
+        return outputs
+
+    def _prefilled(self, sequence: Sequence, row: Row, found: dict[str, Any]) -> None:
+        request = sequence.request
+        self.handovers[request.request_id] = found["hidden"][row.index], self._num_parts.pop(request.request_id)
+        if not sequence.output.finished:
+            request.handed_over = True
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        super()._leave(sequence)
+        del self._wanted_from[sequence.job.order]
+
+    def _traced(self, programs: Programs) -> dict[Program, Any]:
+        graphdef, mesh, slots = self.model.graphdef, self.model.mesh, slots_specs(self._with_head)
+        state, traced = self.model.state, dict[Program, Any]()
+
+        def traced_on_ranks(function: Any, in_specs: Any, out_specs: Any, *arguments: Any) -> Any:
+            ranks = on_ranks(graphdef, mesh, function, (slots, *in_specs), (slots, *out_specs))
+            return jax.jit(ranks, donate_argnums=1).trace(state, self._slots, *arguments)
+
+        for length in self.config.chunk_lengths:
+            table, number = self._idle_table(("prefill", length)), np.int32(0)
+            begin = partial(begin_prefill, config=self.config, length=length)
+            traced["begin", length] = traced_on_ranks(begin, (BY_DATA,), (BY_DATA,), table)
+            shape = (self.config.rows_per_call(length), length, self.model.config.hidden_size)
+            x = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, BY_DATA))
+            layers = partial(prefill_layers, config=self.config, length=length)
+            specs = (BY_DATA, BY_DATA, _WHOLE, _WHOLE)
+            traced["layers", length] = traced_on_ranks(layers, specs, (BY_DATA,), x, table, number, number)
+            finish = partial(finish_prefill, config=self.config, length=length)
+            outs = (BY_DATA, BY_DATA, BY_DATA)
+            traced["finish", length] = traced_on_ranks(finish, (BY_DATA, BY_DATA), outs, x, table)
+        pages = np.zeros(_PAGES_PER_COPY, np.int32)
+        for cache, sizes in self._gathers():
+            for size in sizes:
+                gather = jax.shard_map(
+                    partial(_gather, num_layers=size),
+                    mesh=mesh,
+                    in_specs=(KVCache(CACHE_SPEC, CACHE_SPEC), _WHOLE, _WHOLE),  # type: ignore[arg-type]
+                    out_specs=_PAGES_OUT,
+                    check_vma=False,
+                )
+                traced["gather", (cache.keys.shape[0], size)] = jax.jit(gather).trace(cache, pages, np.int32(0))
+        return traced
+
+    def _gathers(self) -> list[tuple[KVCache, set[int]]]:
+        """The caches, and how many of their layers are taken out at once."""
+        found = [(self._slots.cache, {stop - start for start, stop in self._groups})]
+        if self._slots.head is not None:
+            found.append((self._slots.head.cache, {1}))
+        return found
+
+    @property
+    def _with_head(self) -> bool:
+        return self.config.num_speculative_tokens > 0
+
+    def _run_prefill(self, call: Prefill, table: Any) -> tuple[Drawn, TopLogprobs, dict[str, Any]]:
+        pages, parts = self._parts(call)
+        (x,) = self._run(("begin", call.length), table)
+        for start, stop in self._groups:
+            (x,) = self._run(("layers", call.length), x, table, np.int32(start), np.int32(stop))
+            self._stage(self._slots.cache, start, stop - start, 2 * start, pages, parts)
+        drawn, prompt_logprobs, hidden = self._run(("finish", call.length), x, table)
+        if self._slots.head is not None:
+            self._stage(self._slots.head.cache, 0, 1, 2 * self.model.config.num_hidden_layers, pages, parts)
+        return drawn, prompt_logprobs, {"hidden": hidden}
+
+    def _parts(self, call: Prefill) -> tuple[list[int], list[StagedPart]]:
+        """The pages that hold what a call runs, and what of its prompt is cached and wanted as well."""
+        pages, parts = list[int](), list[StagedPart]()
+        for job in call.jobs:
+            rows = [row for row in call.rows if row.job is job]
+            wanted, stop = self._wanted_from[job.order], rows[-1].start + rows[-1].count
+            start = max(wanted, 0 if rows[0].first else rows[0].start)
+            if start >= stop:
+                continue
+            first_page, size = start // self.config.page_size, self.config.page_size
+            request_id = self._sequences[job.order].request.request_id
+            parts.append(StagedPart(request_id, start, stop, len(pages), first_page))
+            pages += rows[-1].pages[first_page : -(-stop // size)]
+        return pages, parts
+
+    def _stage(
+        self,
+        cache: KVCache,
+        first_layer: int,
+        num_layers: int,
+        first_plane: int,
+        pages: SequenceOf[int],
+        parts: SequenceOf[StagedPart],
+    ) -> None:
+        if not parts:
+            return
+        gather, arrays = self._compiled["gather", (cache.keys.shape[0], num_layers)], []
+        for start in range(0, len(pages), _PAGES_PER_COPY):
+            numbers = np.zeros(_PAGES_PER_COPY, np.int32)
+            some = pages[start : start + _PAGES_PER_COPY]
+            numbers[: len(some)] = some
+            arrays.append(gather(cache, numbers, np.int32(first_layer)))
+            arrays[-1].copy_to_host_async()
+        for part in parts:
+            self._num_parts[part.request_id] += 1
+        self.on_staged(StagedPages(arrays, first_plane, parts))
+
+
+def _gather(cache: KVCache, pages: jax.Array, first_layer: jax.Array, *, num_layers: int) -> jax.Array:
+    """Pages (int32 [pages]) of some layers of a rank's cache, [pages, heads, 2 * num_layers, page_size, head_dim]."""
+    layers = (first_layer + jnp.arange(num_layers))[:, None]
+    both = jnp.stack([cache.keys[layers, pages], cache.values[layers, pages]], axis=1)
+    _, _, count, heads, size, width = both.shape  # [layers, 2, pages, heads, page_size, head_dim]
+    return both.transpose(2, 3, 0, 1, 4, 5).reshape(count, heads, 2 * num_layers, size, width)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a request decodes from: its first token with the entry of its log-probabilities, the hidden state [hidden]
+    that it was drawn from (None without a head), and the pages from that of token num_cached on, [model ranks, pages,
+    heads, planes, page_size, head_dim]."""
+
+    token: int
+    logprobs: dict[int, Logprob] | None
+    hidden: np.ndarray | None
+    pages: np.ndarray
+
+
+class DecodeEngine(Engine):
+    """Decodes from pages that it is given. It has no prefill program and never needs one: a request has all the pages
+    it may come to need before it is admitted."""
+
+    def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        super().__init__(model, tokenizer, config)
+        self._reserved: dict[str, Request] = {}
+        self._admission = Columns(
+            dict.fromkeys(("slot", "token", "prompt_len", "end_length", "speculates"), 1)
+            | {"page_table": config.max_pages}
+            | sampling_widths()
+        )
+        self._idle_pages: dict[jax.Device, jax.Array] = {}
+
+    def add_request(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("a decode engine takes requests by reserve and admit")
+
+    def reserve(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        index: int = 0,
+        prompt: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int | None:
+        """Takes a slot and pages for the output `index` of a request. How many tokens of its prompt are cached and need
+        not come, whole pages; None where there is no room. Raises ValueError as `Engine.add_request` does."""
+        if request_id in self._reserved:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        request = self._new_request(request_id, prompt_token_ids, params, [index], prompt, cache_salt)
+        job = request.sequences[0].job
+        if not self.scheduler.reserve(job):
+            return None
+        self._reserved[request_id] = request
+        request.num_cached_tokens = job.num_cached
+        return job.num_cached
+
+    def cancel(self, request_id: str) -> None:
+        """Gives back what `reserve` took; requests that are not reserved are passed over."""
+        if (request := self._reserved.pop(request_id, None)) is not None:
+            self.scheduler.remove(request.sequences[0].job)
+
+    def admit(self, request_id: str, arrived: Arrived) -> None:
+        """Puts a reserved request's pages into the cache and lets it decode."""
+        request = self._reserved.pop(request_id)
+        sequence = request.sequences[0]
+        job = sequence.job
+        self._enter(request)
+        sequence.append(arrived.token, None)
+        request.saw_token(time.monotonic())
+        if arrived.logprobs is not None and sequence.output.logprobs is not None:
+            sequence.output.logprobs.append(arrived.logprobs)
+            sequence.output.cumulative_logprob = arrived.logprobs[arrived.token].logprob
+        if sequence.output.finished:
+            raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")
+        first_page = job.num_cached // self.config.page_size
+        self._put_pages(job.rank, job.pages[first_page:], arrived.pages)
+        self._run(("admit", None), *self._admission_of(sequence, arrived))
+        self.scheduler.arrived(job)
+        self._prompt_tokens += sequence.prompt_len
+        self._cached_prompt_tokens += job.num_cached
+
+    def _put_pages(self, rank: int, pages: SequenceOf[int], arrived: np.ndarray) -> None:
+        mesh = self.model.mesh
+        sharding = NamedSharding(mesh, _PAGES_IN)
+        for start in range(0, arrived.shape[1], _PAGES_PER_COPY):
+            some = arrived[:, start : start + _PAGES_PER_COPY]
+            block = np.zeros((some.shape[0], _PAGES_PER_COPY, *some.shape[2:]), some.dtype)
+            block[:, : some.shape[1]] = some
+            numbers = np.full((self.ranks, _PAGES_PER_COPY), self.config.num_pages, np.int32)  # out of range: dropped
+            numbers[rank, : some.shape[1]] = pages[start : start + some.shape[1]]
+            shards = []
+            for data_rank, devices in enumerate(mesh.devices):
+                for model_rank, device in enumerate(devices):
+                    own = jax.device_put(block[model_rank], device) if data_rank == rank else self._idle(device, block)
+                    shards.append(own)
+            shape = (self.ranks * _PAGES_PER_COPY, some.shape[0] * some.shape[2], *some.shape[3:])
+            whole = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            self._run(("scatter", None), whole, numbers.reshape(-1))
+
+    def _idle(self, device: jax.Device, block: np.ndarray) -> jax.Array:
+        """Pages for a rank that gets none."""
+        if device not in self._idle_pages:
+            self._idle_pages[device] = jax.device_put(np.zeros_like(block[0]), device)
+        return self._idle_pages[device]
+
+    def _admission_of(self, sequence: Sequence, arrived: Arrived) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The admission's table, which ids its prompt holds, and the hidden state: a row for each data rank."""
+        columns, config, job = self._admission, self.model.config, sequence.job
+        table = columns.table(self.ranks)
+        columns.one(table, "slot")[:] = self.config.max_num_seqs
+        table[job.rank, :5] = (
+            job.slot,
+            arrived.token,
+            sequence.prompt_len,
+            job.end_length,
+            sequence.request.params.speculation,
+        )
+        columns.of(table, "page_table")[job.rank, : len(job.pages)] = job.pages
+        rows: list[Any] = [None] * self.ranks
+        rows[job.rank] = sequence.sampling_row
+        put_sampling(columns, table, rows)
+        in_prompt = np.zeros((self.ranks, config.vocab_size), np.bool_)
+        in_prompt[job.rank, sequence.request.prompt_token_ids] = True
+        hidden = np.zeros((self.ranks, config.hidden_size), self.model.dtype)
+        if arrived.hidden is not None:
+            hidden[job.rank] = arrived.hidden
+        return table, in_prompt, hidden
+
+    def _traced(self, programs: Programs) -> dict[Program, Any]:
+        mesh, config, ranks = self.model.mesh, self.model.config, self.ranks
+        slots = slots_specs(self.config.num_speculative_tokens > 0)
+        traced: dict[Program, Any] = {
+            ("decode", variant): function.trace(self.model.state, self._slots, self._idle_table(("decode", variant)))
+            for variant, function in programs.decode.items()
+        }
+
+        def trace(function: Any, in_specs: Any, *arguments: Any) -> Any:
+            whole = on_ranks(self.model.graphdef, mesh, function, (slots, *in_specs), (slots,))
+            return jax.jit(whole, donate_argnums=1).trace(self.model.state, self._slots, *arguments)
+
+        layout = kv_layout(self)
+        heads = layout.heads_per_rank * layout.ranks
+        shape = (ranks * _PAGES_PER_COPY, heads, num_planes(self), self.config.page_size, config.head_dim)
+        pages = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, _PAGES_IN))
+        numbers = np.zeros(ranks * _PAGES_PER_COPY, np.int32)
+        traced["scatter", None] = trace(_scatter, (_PAGES_IN, BY_DATA), pages, numbers)
+        table = self._admission.table(ranks)
+        in_prompt = np.zeros((ranks, config.vocab_size), np.bool_)
+        hidden = np.zeros((ranks, config.hidden_size), self.model.dtype)
+        admit = partial(_admit, columns=self._admission)
+        traced["admit", None] = trace(admit, (BY_DATA,) * 3, table, in_prompt, hidden)
+        return traced
+
+
+def _scatter(model: Qwen3Moe, slots: Slots, pages: jax.Array, numbers: jax.Array) -> tuple[Slots]:
+    """Puts pages [pages, heads, planes, page_size, head_dim] into a rank's caches under their numbers, int32 [pages];
+    one out of range is dropped."""
+    count, heads, planes, size, width = pages.shape
+    both = pages.reshape(count, heads, planes // 2, 2, size, width).transpose(2, 3, 0, 1, 4, 5)
+
+    def put(cache: KVCache, values: jax.Array) -> KVCache:
+        keys = cache.keys.at[:, numbers].set(values[:, 0], mode="drop")
+        return KVCache(keys, cache.values.at[:, numbers].set(values[:, 1], mode="drop"))
+
+    layers = slots.cache.keys.shape[0]
+    slots = replace(slots, cache=put(slots.cache, both[:layers]))
+    if slots.head is not None:
+        slots = replace(slots, head=replace(slots.head, cache=put(slots.head.cache, both[layers:])))
+    return (slots,)
+
+
+def _admit(
+    model: Qwen3Moe, slots: Slots, table: jax.Array, in_prompt: jax.Array, hidden: jax.Array, *, columns: Columns
+) -> tuple[Slots]:
+    """Puts the rank's row of an admission into its slot, as the last row of a prefill would have."""
+    slot, token, prompt_len, end_length, speculates = (
+        columns.one(table, name) for name in ("slot", "token", "prompt_len", "end_length", "speculates")
+    )
+
+    def put(array: jax.Array, values: jax.Array) -> jax.Array:
+        return array.at[slot].set(values, mode="drop")
+
+    counts = TokenCounts(put(slots.counts.in_prompt, in_prompt), put(slots.counts.in_output, jnp.int32(0)))
+    counts = replace(counts, in_output=counts.in_output.at[slot, token].add(1, mode="drop"))
+    slots = replace(
+        slots,
+        page_table=put(slots.page_table, columns.of(table, "page_table")),
+        tokens=put(slots.tokens, token),
+        lengths=put(slots.lengths, prompt_len),
+        end_lengths=put(slots.end_lengths, end_length),
+        active=put(slots.active, jnp.ones_like(slot, jnp.bool_)),
+        speculates=put(slots.speculates, speculates > 0),
+        sampling=jax.tree.map(put, slots.sampling, get_sampling(columns, table)),
+        counts=counts,
+    )
+    if slots.head is not None:
+        slots = replace(slots, head=slots.head.begin(slot, hidden, token, prompt_len - 1))
+    return (slots,)

@@ -1,0 +1,253 @@
+"""A prompt run by one engine and decoded by another gives what one engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwenjax import RequestOutput, SamplingParams
+from qwenjax.engine.build import build_engine
+from qwenjax.engine.engine import Engine
+from qwenjax.engine.handover import Arrived, DecodeEngine, PrefillEngine, StagedPages, kv_layout, num_planes
+from qwenjax.kv_transfer import Pages, plan_transfer
+from tests.generation import greedy, random_ids, small_llm
+from tests.qwenjax.engine.test_speculation import with_head
+
+NUM_DRAFTS = 2
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 1,  # a single size of decode batch: what costs here is compiling
+    "max_num_batched_tokens": 64,
+    "page_size": 16,
+    "num_pages": 64,
+    "max_model_len": 128,
+    "num_speculative_tokens": NUM_DRAFTS,
+    "progress": False,
+}
+REQUESTS = {
+    "greedy": (random_ids(45), greedy(20)),
+    "long": (random_ids(110), greedy(12)),
+    "sampled": (random_ids(33, 1), SamplingParams(temperature=0.8, seed=7, max_tokens=15, ignore_eos=True, logprobs=2)),
+    "penalised": (
+        [5, 6, 7, 8] * 6,
+        SamplingParams(temperature=0, max_tokens=15, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5),
+    ),
+    "one token": (random_ids(20, 2), greedy(1)),
+    "one long of the same beginning": (random_ids(110), greedy(9)),
+    "prompt of one": ([9], greedy(5)),
+}
+
+
+# What differs between the prefill and the decode engine.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TP 2 to DP 2 with larger pages": ({"model_parallel": 2}, {"data_parallel": 2, "page_size": 32}),
+    "equal": ({}, {"max_num_seqs": 4}),
+    "TP 4 to TP 1": ({"model_parallel": 4, "page_size": 32}, {}),
+    "TP 1 to TP 4": ({}, {"model_parallel": 4}),
+}
+
+
+class Pair:
+    """A prefill and a decode engine, whose pages NumPy carries as the plan says."""
+
+    def __init__(self, folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+        self.prefill = build_engine(folder, PrefillEngine, **{**SIZES, **prefill})
+        self.decode = build_engine(folder, DecodeEngine, **{**SIZES, **decode})
+        self.prefill.on_staged = self.take
+        self.staged: dict[str, np.ndarray] = {}
+        self.taken: list[tuple[str, int, int, int]] = []
+        self.spoil: Callable[[np.ndarray], None] = lambda pages: None
+
+    def empty(self, engine: Engine, num_pages: int) -> np.ndarray:
+        layout = kv_layout(engine)
+        sizes = (num_planes(engine), layout.page_size, engine.model.config.head_dim)
+        return np.full((layout.ranks, num_pages, layout.heads_per_rank, *sizes), np.nan, engine.model.dtype)
+
+    def take(self, staged: StagedPages) -> None:
+        ranks = kv_layout(self.prefill).ranks
+        pages = np.concatenate([np.asarray(array) for array in staged.arrays])
+        by_rank = np.stack(np.split(pages, ranks, axis=1))
+        planes = slice(staged.first_plane, staged.first_plane + staged.num_planes)
+        for part in staged.parts:
+            size = self.prefill.config.page_size
+            for place in range(part.first_page, -(-part.stop // size)):
+                own = by_rank[:, part.first + place - part.first_page]
+                lo, hi = max(part.start - place * size, 0), min(part.stop - place * size, size)
+                self.staged[part.request_id][:, place, :, planes, lo:hi] = own[:, :, :, lo:hi]
+            self.taken.append((part.request_id, part.start, part.stop, staged.first_plane))
+
+    def moved(self, request_id: str, num_cached: int, prompt_len: int) -> np.ndarray:
+        """The request's pages as the decode engine wants them."""
+        layouts = kv_layout(self.prefill), kv_layout(self.decode)
+        source = self.staged.pop(request_id)
+        first = num_cached // layouts[1].page_size
+        target = self.empty(self.decode, -(-prompt_len // layouts[1].page_size) - first)
+        pages = Pages(range(source.shape[1]), range(target.shape[1]), num_cached, prompt_len, 0, num_cached)
+        for c in plan_transfer(*layouts, pages).copies:
+            block = source[c.source_rank, c.source_page, c.source_head : c.source_head + c.heads]
+            block = block[:, :, c.source_token : c.source_token + c.tokens]
+            place = np.s_[c.target_head : c.target_head + c.heads, :, c.target_token : c.target_token + c.tokens]
+            target[(c.target_rank, c.target_page, *place)] = block
+        # What no token wrote is whatever was there: it must not matter.
+        self.spoil(target)
+        return target
+
+    def generate(self, requests: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, RequestOutput]:
+        """As many at a time as the decode engine has room for."""
+        cached, results = dict[str, int](), dict[str, RequestOutput]()
+        for request_id, (prompt, params) in requests.items():
+            found = self.decode.reserve(request_id, prompt, params)
+            if found is None:
+                results |= self.run(requests, cached)
+                found = self.decode.reserve(request_id, prompt, params)
+            assert found is not None
+            cached[request_id] = found
+            self.staged[request_id] = self.empty(self.prefill, -(-len(prompt) // self.prefill.config.page_size))
+            self.prefill.add_prompt(request_id, prompt, params, wanted_from=found)
+        return results | self.run(requests, cached)
+
+    def run(
+        self, requests: dict[str, tuple[list[int], SamplingParams]], cached: dict[str, int]
+    ) -> dict[str, RequestOutput]:
+        results = {}
+        while self.prefill.has_unfinished:
+            for output in self.prefill.step():
+                assert output.finished
+                prompt, _ = requests[output.request_id]
+                hidden, num_parts = self.prefill.take_handover(output.request_id)
+                assert num_parts == sum(taken[0] == output.request_id for taken in self.taken)
+                (first,) = output.outputs
+                if first.finished:
+                    self.decode.cancel(output.request_id)
+                    results[output.request_id] = output
+                    continue
+                (token,) = first.token_ids
+                logprobs = first.logprobs[0] if first.logprobs else None
+                pages = self.moved(output.request_id, cached[output.request_id], len(prompt))
+                self.decode.admit(output.request_id, Arrived(token, logprobs, hidden, pages))
+        while self.decode.has_unfinished:
+            results |= {output.request_id: output for output in self.decode.step()}
+        return results
+
+
+def assert_idle(pair: Pair) -> None:
+    assert not pair.prefill.handovers
+    assert not pair.prefill._wanted_from
+    assert not pair.prefill._num_parts
+    assert not pair.decode._reserved
+    for engine in (pair.prefill, pair.decode):
+        assert all(job is None for table in engine.scheduler.slots for job in table)
+        assert all(pool.num_available == pool.num_pages for pool in engine.scheduler.pools)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_head(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, RequestOutput]:
+    llm = small_llm(folder, **{**SIZES, "num_pages": 256})
+    return {name: llm.generate([prompt], params)[0] for name, (prompt, params) in REQUESTS.items()}
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    return Pair(folder, *LAYOUTS["TP 2 to DP 2 with larger pages"])
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    ["TP 2 to DP 2 with larger pages", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
+)
+def test_outputs_equal_those_of_one_engine(
+    folder: Path, pair: Pair, expected: dict[str, RequestOutput], layouts: str
+) -> None:
+    if layouts != "TP 2 to DP 2 with larger pages":
+        pair = Pair(folder, *LAYOUTS[layouts])
+    results = pair.generate(REQUESTS)
+    for name, output in results.items():
+        got, want = output.outputs[0], expected[name].outputs[0]
+        assert got.token_ids == want.token_ids, name
+        assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
+        if want.logprobs:
+            assert got.logprobs
+            assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
+            assert [list(entry) for entry in got.logprobs] == [list(entry) for entry in want.logprobs]
+    # Drafts are accepted as they are in one engine: the head's cache and its pending entry came over.
+    speculation = expected["greedy"].speculation
+    assert speculation is not None
+    assert results["greedy"].speculation == speculation
+    assert results["one long of the same beginning"].num_cached_tokens > 0
+    assert pair.decode.num_prefill_calls == 0
+    assert pair.prefill.num_decode_calls == 0
+    assert not any(name == "prefill" for name, _ in pair.decode._compiled)
+    assert_idle(pair)
+
+
+def test_pages_are_staged_group_by_group_while_the_prompt_runs(pair: Pair) -> None:
+    """One call runs 64 tokens here; a layer is a group, and the head comes last."""
+    for engine in (pair.prefill, pair.decode):
+        engine.clear_prefix_cache()
+    pair.taken.clear()
+    seen: list[tuple[int, int]] = []
+    finish = pair.prefill._run
+
+    def run(program: tuple[str, Any], *arguments: Any) -> tuple[Any, ...]:
+        if program[0] in ("layers", "finish"):
+            seen.append((len(pair.taken), 0 if program[0] == "finish" else 1))
+        return finish(program, *arguments)
+
+    pair.prefill._run = run  # type: ignore[method-assign]
+    try:
+        pair.generate({"a": (random_ids(100), greedy(3))})
+    finally:
+        pair.prefill._run = finish  # type: ignore[method-assign]
+    starts = [(taken[1], taken[2], taken[3]) for taken in pair.taken]
+    ranges = [(0, 64), (64, 100)]  # a call each
+    assert starts == [(start, stop, plane) for start, stop in ranges for plane in (0, 2, 4)]
+    # Before the second group of layers of the first call begins, the pages of the first are out.
+    assert seen[:3] == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_one_corrupt_page_changes_the_output(pair: Pair, expected: dict[str, RequestOutput]) -> None:
+    for engine in (pair.prefill, pair.decode):
+        engine.clear_prefix_cache()
+
+    def spoil(pages: np.ndarray) -> None:
+        pages[0, 1] = -pages[0, 1]
+
+    pair.spoil = spoil
+    try:
+        result = pair.generate({"greedy": REQUESTS["greedy"]})["greedy"]
+    finally:
+        pair.spoil = lambda pages: None
+        pair.decode.clear_prefix_cache()
+    assert result.outputs[0].token_ids != expected["greedy"].outputs[0].token_ids
+
+
+def test_a_decode_engine_reserves_all_that_a_request_may_need_and_refuses_what_finds_no_room(pair: Pair) -> None:
+    decode, (prompt, params) = pair.decode, (random_ids(40), greedy(60))
+    pages = [pool.num_available for pool in decode.scheduler.pools]
+    held = decode.scheduler.pools[0].take(62)
+    try:
+        assert decode.reserve("a", prompt, params) == 0  # 99 tokens are run: 4 pages, of the second rank
+        assert [pool.num_available for pool in decode.scheduler.pools] == [2, 60]
+        assert decode.reserve("b", prompt, params) is None
+        assert decode.reserve("c", prompt, replace(params, max_tokens=20)) == 0
+        with pytest.raises(ValueError, match="'a' is in use"):
+            decode.reserve("a", prompt, params)
+        for request_id in ("a", "b", "c", "a"):
+            decode.cancel(request_id)
+    finally:
+        decode.scheduler.pools[0].give_back(held)
+    assert [pool.num_available for pool in decode.scheduler.pools] == pages
+
+
+def test_prefill_on_several_data_ranks_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="data=2: prefill has one data rank"):
+        build_engine(folder, PrefillEngine, **SIZES, data_parallel=2)
