@@ -85,6 +85,8 @@ class AsyncEngine:
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> Iterable[RequestOutput]:
+            if not result.set_running_or_notify_cancel():  # its caller has let go
+                return ()
             try:
                 result.set_result(function())
             except Exception as error:

@@ -133,6 +133,7 @@ class PrefillEngine(Engine):
         outputs = super().abort(ids := list(request_ids))
         for request_id in ids:
             self._num_parts.pop(request_id, None)
+            self.handovers.pop(request_id, None)
         return outputs
 
     def _prefilled(self, sequence: Sequence, row: Row, found: dict[str, Any]) -> None:

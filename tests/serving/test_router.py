@@ -21,6 +21,7 @@ from qwenjax_serving.protocol.messages import (
     Grown,
     Handover,
     Hello,
+    Leaving,
     Message,
     Offer,
     Prefill,
@@ -42,7 +43,7 @@ from qwenjax_serving.router.router import Output, Router, RouterSettings
 from qwenjax_serving.transfer.staging import StagingLayout
 
 STATS = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, (8,), 8, (0,), SpeculationStats.of(0))
-STATUS = Status(STATS, 0, 0.0, 8, 0)
+STATUS = Status(STATS, 0, 0.0, 8, 0, 0, 0)
 LENGTH = 3  # tokens of an output
 
 
@@ -59,7 +60,7 @@ class Played:
 
     def __init__(self, role: str, name: str, slots: int = 2, model: str = "model") -> None:
         layout = StagingLayout(1, 4, 2, 8, 8, (0,))
-        self.hello = Hello(name, name, 0, role, model, slots, 100, 100, layout, b"metadata")  # type: ignore[arg-type]
+        self.hello = Hello(name, name, 0, role, model, slots, 100, layout, b"metadata")  # type: ignore[arg-type]
         self.inbox = deque[Message]()
         self.held: dict[int, Work | None] = {}
         self.sources: set[str] = set()
@@ -90,7 +91,7 @@ class Played:
             case Prefill(ticket=ticket, work=work):
                 self.held[ticket] = work
                 first = work.prompt_token_ids[0]
-                offers = [Offer(ticket, self.hello.instance, part, 0, 1, 0, 2, (0,)) for part in range(2)]
+                offers = [Offer(ticket, self.hello.instance, part, 0, 1, 0, 2, (0,), 0) for part in range(2)]
                 return [*offers, Prefilled(ticket, grown(0, first), 2, Handover(first, b""), None, 0)]
             case Offer(ticket=ticket, part=part, source=source):
                 if ticket in self.held and source in self.sources:
@@ -334,6 +335,22 @@ def test_strangers_are_told_to_say_hello() -> None:
     world.say(stranger, Tokens(1, grown(0, 1)))
     world.settle()
     assert [type(message) for _, message in world.sent] == [Rejoin, Welcome]
+
+
+def test_a_worker_that_leaves_ends_what_it_has_and_gets_no_more() -> None:
+    world, _, decode = two_of_each()
+    first = world.submit(5)
+    while first.state != "decoding":
+        world.step(next(worker for worker in world.busy() if not isinstance(worker.inbox[0], Admit)))
+    assert first.decode is not None
+    leaving = world.workers[first.decode.identity]
+    world.say(leaving, Leaving())
+    later = [world.submit(place) for place in range(6, 9)]
+    assert {each.decode.identity for each in later if each.decode} == {
+        worker.hello.name.encode() for worker in decode if worker is not leaving
+    }
+    world.settle()
+    assert world.tokens(0) == [5, 7, 8]
 
 
 def test_a_worker_that_ends_is_let_go_at_once() -> None:

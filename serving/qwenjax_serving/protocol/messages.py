@@ -36,20 +36,25 @@ class Hello(Message, frozen=True):
     model: str
     num_slots: int
     max_model_len: int
-    max_prompt_tokens: int
     staging: StagingLayout
     metadata: bytes
 
 
 class Status(Message, frozen=True):
-    """Sent several times a second: the worker lives. bytes_read and read_seconds: of all transfers so far; held: the
-    tickets that it holds something for."""
+    """Sent several times a second: the worker lives. bytes_read, read_seconds: of all transfers so far; staging_free:
+    slots; held: tickets that it holds something for; num_prefill_calls, num_decode_calls: of the engine so far."""
 
     stats: EngineStats
     bytes_read: int
     read_seconds: float
     staging_free: int
     held: int
+    num_prefill_calls: int
+    num_decode_calls: int
+
+
+class Leaving(Message, frozen=True):
+    """The worker wants to end: give it no more work."""
 
 
 class Goodbye(Message, frozen=True):
@@ -125,7 +130,7 @@ class Offer(Message, frozen=True):
     """Pages that a prefill worker has staged, and the order to a decode worker to read them.
 
     part: number of the offer, from 0. Tokens [start, stop) of planes [first_plane, end_plane) lie in `slots` of the
-    source's staging, of which the first holds positions from 0 on. source: the prefill worker's instance.
+    source's staging, of which the first holds positions from `first` on. source: the prefill worker's instance.
     """
 
     ticket: int
@@ -136,6 +141,7 @@ class Offer(Message, frozen=True):
     first_plane: int
     end_plane: int
     slots: tuple[int, ...]
+    first: int
 
 
 class Taken(Message, frozen=True):
@@ -207,7 +213,7 @@ class Failed(Message, frozen=True):
     refused: bool = False
 
 
-ToRouter = Hello | Status | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
+ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
 ToWorker = Welcome | Rejoin | Ping | Shutdown | Source | Reserve | Prefill | Offer | Admit | Release
 
 

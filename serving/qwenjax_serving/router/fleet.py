@@ -26,7 +26,7 @@ class Worker:
     """A worker as the router sees it.
 
     heard: when it last said anything. load: prompt tokens that it has to run (prefill) or outputs that it holds
-    (decode). full: it said so, and nothing has ended there since.
+    (decode). full: it said so, and nothing has ended there since. leaving: it takes no more work.
     """
 
     identity: bytes
@@ -35,6 +35,7 @@ class Worker:
     status: Status | None = None
     load: int = 0
     full: bool = False
+    leaving: bool = False
     _seen: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def saw(self, keys: Iterable[int]) -> None:

@@ -21,6 +21,7 @@ from qwenjax_serving.protocol.messages import (
     Goodbye,
     Grown,
     Hello,
+    Leaving,
     Message,
     Offer,
     Ping,
@@ -82,6 +83,7 @@ class Output:
     num_taken: int = 0
     num_tokens: int = 0  # given to `grown`
     first_token: int | None = None
+    scheduled: float | None = None  # when it was first given to a prefill worker
 
 
 class Router:
@@ -102,8 +104,8 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a worker of either role."""
-        return bool(self.of_role("prefill") and self.of_role("decode"))
+        """Whether there is a worker of either role that takes work."""
+        return bool(self._open("prefill") and self._open("decode"))
 
     @property
     def num_running(self) -> int:
@@ -130,12 +132,14 @@ class Router:
             return
         worker = self.workers.get(sender)
         if worker is None:
-            if not isinstance(message, Goodbye):
+            if not isinstance(message, Leaving | Goodbye):
                 self._send(sender, Rejoin())
             return
         worker.heard = now
         if isinstance(message, Status):
             worker.status, worker.full = message, False
+        elif isinstance(message, Leaving):
+            worker.leaving = True
         elif isinstance(message, Goodbye):
             self._lose(worker, "has ended")
         else:
@@ -159,7 +163,7 @@ class Router:
         elif self._absent_since is None:
             self._absent_since = now
         elif now - self._absent_since > self.settings.absence_timeout:
-            missing = "prefill" if not self.of_role("prefill") else "decode"
+            missing = "prefill" if not self._open("prefill") else "decode"
             for output in list(self.waiting):
                 self._fail(output, f"there is no {missing} worker")
         self._dispatch(now)
@@ -203,9 +207,9 @@ class Router:
             length = len(output.work.prompt_token_ids)
             limit = self.settings.prefill_queue_tokens
             prefill = choose(
-                (w for w in self.of_role("prefill") if not w.load or w.load + length <= limit), output.keys, limit // 4
+                (w for w in self._open("prefill") if not w.load or w.load + length <= limit), output.keys, limit // 4
             )
-            roomy = [w for w in self.of_role("decode") if not w.full and w.load < w.hello.num_slots]
+            roomy = [w for w in self._open("decode") if not w.full and w.load < w.hello.num_slots]
             decode = choose(roomy, output.keys, max((w.hello.num_slots for w in roomy), default=0) // 8)
             if prefill is None or decode is None:
                 return
@@ -218,6 +222,9 @@ class Router:
             decode.load += 1
             self._enter(output, "reserving", now + self.settings.transfer_timeout)
             self._send(decode.identity, Reserve(output.ticket, output.work))
+
+    def _open(self, role: str) -> list[Worker]:
+        return [worker for worker in self.of_role(role) if not worker.leaving]
 
     def _enter(self, output: Output, state: State, deadline: float | None = None) -> None:
         output.state, output.deadline = state, deadline
@@ -241,6 +248,8 @@ class Router:
             prefill.saw(output.keys)
             decode.saw(output.keys)
             self._enter(output, "prefilling")
+            if output.scheduled is None:
+                output.scheduled = now
             self._send(prefill.identity, Prefill(output.ticket, output.work, message.num_cached))
         elif isinstance(message, Offer) and output.state == "prefilling":
             self._send(decode.identity, message)

@@ -1,0 +1,133 @@
+"""Deployment files: which workers there are, on which mesh, and where they find the router. TOML."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from qwenjax.engine.build import EngineOptions
+from qwenjax_serving.protocol.messages import Role
+from qwenjax_serving.router.router import RouterSettings
+
+SECRET_VARIABLE = "QWENJAX_SECRET"
+_LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """A worker. options: of its engine. env: what its process is started with besides. staging_pages: see Worker."""
+
+    name: str
+    role: Role
+    options: EngineOptions
+    env: Mapping[str, str] = field(default_factory=dict)
+    staging_pages: int | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.options.get("data_parallel", 1) * self.options.get("model_parallel", 1)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """address: that the router listens on for workers; port 0 is any that is free, known only to workers that the
+    router's own command starts."""
+
+    workers: tuple[WorkerPlan, ...]
+    address: str = _LOOPBACK
+    settings: RouterSettings = field(default_factory=RouterSettings)
+
+    def worker(self, name: str) -> WorkerPlan:
+        """Raises ValueError for one that there is not."""
+        found = [worker for worker in self.workers if worker.name == name]
+        if not found:
+            raise ValueError(f"there is no worker {name!r}; there are {[worker.name for worker in self.workers]}")
+        return found[0]
+
+
+def read_deployment(path: Path) -> Deployment:
+    """A deployment file:
+
+        [router]             # address, and the settings of RouterSettings
+        [engine]             # options of every worker's engine, as build_engine's
+        [[prefill]]          # a worker: name, env, staging_pages, and options of its own
+        [[decode]]
+
+    Raises ValueError, with the file and the key, for what it does not know; OSError where there is no file.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    try:
+        return _deployment(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_secret() -> bytes:
+    """The secret that router and workers share, of the environment. Raises ValueError where there is none."""
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if not secret:
+        raise ValueError(f"router and workers that are started one by one share a secret: set {SECRET_VARIABLE}")
+    return secret.encode()
+
+
+def _deployment(found: dict[str, Any]) -> Deployment:
+    _check_keys("the file", found, {"router", "engine", "prefill", "decode"})
+    router, engine = dict(found.get("router", {})), found.get("engine", {})
+    numbers = {each.name: float if each.type == "float" else int for each in fields(RouterSettings)}
+    _check_keys("[router]", router, {"address", *numbers})
+    _check_options("[engine]", engine)
+    address = router.pop("address", _LOOPBACK)
+    if not isinstance(address, str) or not address.startswith("tcp://"):
+        raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
+    for name, value in router.items():
+        if isinstance(value, bool) or not isinstance(value, int | numbers[name]) or value <= 0:
+            raise ValueError(f"[router] {name} is {value!r}; it is a number above 0")
+    workers = list[WorkerPlan]()
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        tables = found.get(role, [])
+        if not isinstance(tables, list) or not tables:
+            raise ValueError(f"there is no [[{role}]]; a deployment has at least one worker of either role")
+        for place, table in enumerate(tables):
+            workers.append(_worker(role, f"{role}-{place}", engine, dict(table)))
+    names = [worker.name for worker in workers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of workers are not distinct: {names}")
+    return Deployment(tuple(workers), address, RouterSettings(**router))
+
+
+def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
+    name = table.pop("name", name)
+    env, staging = table.pop("env", {}), table.pop("staging_pages", None)
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise ValueError(f"{name}: env is {env!r}; it is a table of strings")
+    if staging is not None and (isinstance(staging, bool) or not isinstance(staging, int) or staging < 1):
+        raise ValueError(f"{name}: staging_pages is {staging!r}; it is an integer above 0")
+    _check_options(name, table)
+    options = cast(EngineOptions, {"progress": False, **engine, **table})
+    if role == "prefill" and options.get("data_parallel", 1) != 1:
+        raise ValueError(f"{name}: data_parallel is {options['data_parallel']}; prefill has one data rank")
+    return WorkerPlan(name, role, options, env, staging)
+
+
+def _check_options(where: str, table: dict[str, Any]) -> None:
+    known = get_type_hints(EngineOptions)
+    _check_keys(where, table, set(known))
+    for name, value in table.items():
+        # bool is an int to Python, and not to who reads the file.
+        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
+            raise ValueError(f"{where}: {name} is {value!r}, of the wrong type")
+
+
+def _check_keys(where: str, table: Any, known: set[str]) -> None:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} is {table!r}; it is a table")
+    if unknown := set(table) - known:
+        raise ValueError(f"{where}: unknown {sorted(unknown)}; there are {sorted(known)}")

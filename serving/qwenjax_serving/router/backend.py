@@ -1,0 +1,241 @@
+"""The front end's backend that runs requests through a router's workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from qwenjax.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, SpeculationStats
+from qwenjax.sampling import new_seed
+from qwenjax.sampling_params import SamplingParams, validate_for
+from qwenjax_serving.backend import BackendError, Overloaded, ServedModel
+from qwenjax_serving.protocol.messages import Grown, Prefilled, Shutdown, Work
+from qwenjax_serving.protocol.sockets import RouterSocket
+from qwenjax_serving.router.router import Output, Router, RouterSettings
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.25  # seconds
+
+
+class RouterBackend:
+    """A Backend (see there) on workers that join by themselves. Made on an asyncio loop.
+
+    `model` may be set once there are workers: how long its requests may be depends on them.
+    """
+
+    model: ServedModel
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        vocab_size: int,
+        settings: RouterSettings | None = None,
+        owns_workers: bool = False,
+    ) -> None:
+        """address: to listen on for workers, as "tcp://127.0.0.1:0". owns_workers: `aclose` ends them too."""
+        self._owns_workers = owns_workers
+        self.settings = settings or RouterSettings()
+        self._vocab_size = vocab_size
+        self._socket = RouterSocket(address, secret)
+        self.router = Router(self._socket.send, self.settings)
+        self._requests: dict[str, _Request] = {}
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._listen()), loop.create_task(self._tick())]
+
+    @property
+    def address(self) -> str:
+        """That workers connect to."""
+        return self._socket.address
+
+    async def ready(self) -> int:
+        """Waits for a worker of either role, and gives the tokens of the longest sequence that every worker takes."""
+        while not self.router.ready:
+            await asyncio.sleep(0.05)
+        return min(worker.hello.max_model_len for worker in self.router.workers.values())
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        prompt: str | None,
+        params: SamplingParams,
+        cache_salt: str | None,
+    ) -> AsyncIterator[RequestOutput]:
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        tokenizer, longest = self.model.tokenizer, self.model.max_model_len
+        validate_for(
+            params,
+            prompt_token_ids=prompt_token_ids,
+            vocab_size=self._vocab_size,
+            max_model_len=longest,
+            eos_ids=tokenizer.eos_ids,
+        )
+        if params.n > self.settings.max_waiting:
+            raise ValueError(f"n is {params.n}; at most {self.settings.max_waiting} outputs wait at a time")
+        if not self.router.ready:
+            raise Overloaded("workers are missing; they are expected back", retry_after=5.0)
+        if len(self.router.waiting) + params.n > self.settings.max_waiting:
+            raise Overloaded(f"{len(self.router.waiting)} outputs wait, of at most {self.settings.max_waiting}")
+        ids = tuple(int(token) for token in prompt_token_ids)
+        # What a worker would settle is settled here: another try elsewhere is to draw the same.
+        settled = replace(
+            params,
+            n=1,
+            seed=new_seed(params),
+            max_tokens=params.resolve_max_tokens(len(ids), longest),
+        )
+        request = self._requests[request_id] = _Request(request_id, prompt, list(ids))
+        for index in range(params.n):
+            own = settled if index == 0 else replace(settled, prompt_logprobs=None)
+            output = request.output(Work(ids, own, index, prompt, cache_salt))
+            self.router.submit(output, time.monotonic())
+        return self._outputs(request)
+
+    async def _outputs(self, request: _Request) -> AsyncIterator[RequestOutput]:
+        try:
+            while True:
+                await request.changed.wait()
+                request.changed.clear()
+                if request.error is not None:
+                    raise BackendError(request.error)
+                result = request.result()
+                yield result
+                if result.finished:
+                    return
+        finally:
+            self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        for output in request.outputs if request is not None else ():
+            self.router.cancel(output, time.monotonic())
+
+    def stats(self) -> Mapping[str, EngineStats]:
+        workers = self.router.workers.values()
+        return {worker.hello.name: worker.status.stats for worker in workers if worker.status is not None}
+
+    def healthy(self) -> bool:
+        return self.router.ready and not any(task.done() for task in self._tasks)
+
+    async def aclose(self) -> None:
+        """Ends what runs."""
+        for request in list(self._requests.values()):
+            request.fail("the server stops")
+            self.abort(request.request_id)
+        if self._owns_workers:
+            for worker in self.router.workers.values():
+                self._socket.send(worker.identity, Shutdown())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._socket.close()
+
+    async def _listen(self) -> None:
+        while True:
+            sender, message = await self._socket.receive()
+            self.router.receive(sender, message, time.monotonic())
+
+    async def _tick(self) -> None:
+        while True:
+            self.router.tick(time.monotonic())
+            await asyncio.sleep(_TICK)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request's outputs as they come, put together again."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    arrival: float = field(default_factory=time.monotonic)
+    outputs: list[Output] = field(default_factory=list)
+    parts: list[CompletionOutput] = field(default_factory=list)
+    speculation: list[SpeculationStats | None] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    first: Prefilled | None = None
+    first_token: float | None = None
+    latest_token: float | None = None
+    finished_at: float | None = None
+    error: str | None = None
+
+    def output(self, work: Work) -> Output:
+        """One more of its outputs, for the router."""
+        place = len(self.outputs)
+        self.parts.append(CompletionOutput(work.index, logprobs=None if work.params.logprobs is None else []))
+        self.speculation.append(None)
+        output = Output(work, lambda grown: self.grow(place, grown), lambda first: self.begin(place, first), self.fail)
+        self.outputs.append(output)
+        return output
+
+    def begin(self, place: int, first: Prefilled) -> None:
+        if place == 0:
+            self.first = first
+
+    def grow(self, place: int, grown: Grown) -> None:
+        part = self.parts[place]
+        part.token_ids += grown.token_ids
+        part.text += grown.text
+        if part.logprobs is not None and grown.logprobs is not None:
+            part.logprobs += grown.logprobs
+            part.cumulative_logprob = grown.cumulative_logprob
+        part.finish_reason, part.stop_reason = grown.finish_reason, grown.stop_reason
+        self.speculation[place] = grown.speculation
+        self.latest_token = time.monotonic()
+        if self.first_token is None:
+            self.first_token = self.latest_token
+        if all(part.finished for part in self.parts):
+            self.finished_at = self.latest_token
+        self.changed.set()
+
+    def fail(self, why: str) -> None:
+        self.error = self.error or why
+        self.changed.set()
+
+    def result(self) -> RequestOutput:
+        """What there is, as a value of its own."""
+        parts = [
+            replace(
+                part,
+                token_ids=list(part.token_ids),
+                logprobs=None if part.logprobs is None else list(part.logprobs),
+            )
+            for part in self.parts
+        ]
+        scheduled = [output.scheduled for output in self.outputs if output.scheduled is not None]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            list(self.prompt_token_ids),
+            parts,
+            list(self.first.prompt_logprobs) if self.first and self.first.prompt_logprobs is not None else None,
+            self.finished_at is not None,
+            RequestMetrics(
+                self.arrival,
+                min(scheduled, default=None),
+                self.first_token,
+                self.finished_at,
+                self.latest_token,
+                sum(len(part.token_ids) for part in parts),
+            ),
+            _sum(self.speculation),
+            0 if self.first is None else self.first.num_cached_tokens,
+        )
+
+
+def _sum(found: Sequence[SpeculationStats | None]) -> SpeculationStats | None:
+    stats = [each for each in found if each is not None]
+    if not stats:
+        return None
+    return SpeculationStats(
+        sum(each.steps for each in stats),
+        sum(each.tokens for each in stats),
+        [sum(counts) for counts in zip(*(each.drafted for each in stats), strict=True)],
+        [sum(counts) for counts in zip(*(each.accepted for each in stats), strict=True)],
+    )

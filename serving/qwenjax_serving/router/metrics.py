@@ -1,0 +1,56 @@
+"""What /metrics shows of a router and its workers, beside the engines' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from qwenjax_serving.protocol.messages import Status
+from qwenjax_serving.router.router import Router
+
+
+class RouterCollector(Collector):
+    """Read when /metrics is."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        router = self._router
+        workers = GaugeMetricFamily("qwenjax:workers", "Workers that have joined", labels=["role"])
+        for role in ("prefill", "decode"):
+            workers.add_metric([role], len(router.of_role(role)))
+        yield workers
+        yield GaugeMetricFamily("qwenjax:router_waiting", "Outputs that wait in the router", value=len(router.waiting))
+        yield GaugeMetricFamily("qwenjax:router_running", "Outputs with workers", value=router.num_running)
+        yield GaugeMetricFamily(
+            "qwenjax:router_waiting_prompt_tokens",
+            "Prompt tokens of the outputs that wait in the router",
+            value=sum(len(output.work.prompt_token_ids) for output in router.waiting),
+        )
+        for name, documentation, value in (
+            ("router_retries", "Outputs that began again after a worker failed", router.num_retries),
+            ("router_lost_workers", "Workers that ended or fell silent", router.num_lost),
+            ("router_full", "Reservations that a decode worker had no room for", router.num_full),
+        ):
+            yield CounterMetricFamily(f"qwenjax:{name}", documentation, value=value)
+        for kind, name, documentation, of in _OF_WORKERS:
+            family = kind(f"qwenjax:{name}", documentation, labels=["engine"])
+            for worker in router.workers.values():
+                if worker.status is not None:
+                    family.add_metric([worker.hello.name], of(worker.status))
+            yield family
+
+
+_OF_WORKERS: tuple[
+    tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Callable[[Status], float]], ...
+] = (
+    (CounterMetricFamily, "kv_transfer_bytes", "Bytes of pages that a worker has read", lambda s: s.bytes_read),
+    (CounterMetricFamily, "kv_transfer_seconds", "Seconds of its reads, summed", lambda s: s.read_seconds),
+    (GaugeMetricFamily, "staging_free_pages", "Pages of its staging buffer that are free", lambda s: s.staging_free),
+    (GaugeMetricFamily, "worker_outputs", "Outputs that it holds something for", lambda s: s.held),
+    (CounterMetricFamily, "prefill_calls", "Prefill calls of its engine", lambda s: s.num_prefill_calls),
+    (CounterMetricFamily, "decode_calls", "Decode calls of its engine", lambda s: s.num_decode_calls),
+)

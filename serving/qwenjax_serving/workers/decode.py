@@ -1,0 +1,167 @@
+"""The decode worker: reads pages that it is offered into its staging buffer, puts them into its cache, and decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qwenjax.engine.handover import Arrived, DecodeEngine
+from qwenjax.kv_transfer import Pages, plan_transfer
+from qwenjax_serving.protocol.messages import (
+    Admit,
+    Full,
+    Offer,
+    Release,
+    Reserve,
+    Reserved,
+    Role,
+    Source,
+    Taken,
+    Tokens,
+    ToWorker,
+    Work,
+)
+from qwenjax_serving.transfer.nixl_transport import TransferError
+from qwenjax_serving.transfer.staging import byte_ranges
+from qwenjax_serving.workers.growth import Growth
+from qwenjax_serving.workers.worker import Worker
+
+_READ_TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt longer
+
+
+@dataclass(eq=False)
+class Place:
+    """What is held for an output. slots: of the staging buffer, for positions from `first` on."""
+
+    work: Work
+    slots: list[int] = field(default_factory=list)
+    first: int = 0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class DecodeWorker(Worker):
+    role: ClassVar[Role] = "decode"
+
+    def __init__(self, name: str, engine: DecodeEngine, *arguments: Any) -> None:
+        super().__init__(name, engine, *arguments)
+        self._decode_engine = engine
+        self._places: dict[int, Place] = {}
+        self._sources: dict[str, Source] = {}
+        self._dropping: set[int] = set()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._places) + len(self._dropping)
+
+    async def handle(self, message: ToWorker) -> None:
+        match message:
+            case Source(gone=False):
+                self._sources[message.worker] = message
+            case Source():
+                if self._sources.pop(message.worker, None) is not None:
+                    await self.transport.disconnect(message.worker)
+            case Reserve():
+                self._places[message.ticket] = Place(message.work)
+                self._do(message.ticket, self._reserve(message.ticket, message.work))
+            case Offer():
+                if message.ticket in self._places:
+                    self._do(message.ticket, self._read(message))
+            case Admit():
+                if message.ticket in self._places:
+                    self._do(message.ticket, self._decode(message))
+            case Release():
+                self.background(self._drop(message.ticket))
+
+    async def drop_all(self) -> None:
+        await asyncio.gather(*(self._drop(ticket) for ticket in list(self._places)))
+        while self._dropping:
+            await asyncio.sleep(0.01)
+        for worker in list(self._sources):
+            await self.transport.disconnect(worker)
+        self._sources.clear()
+
+    def _do(self, ticket: int, work: Any) -> None:
+        tasks = self._places[ticket].tasks
+        task = self.background(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _id(self, ticket: int) -> str:
+        return f"{self._number}-{ticket}"  # tickets of another router may be the same
+
+    async def _reserve(self, ticket: int, work: Work) -> None:
+        engine, place, size = self._decode_engine, self._places[ticket], self._engine.config.page_size
+        try:
+            num_cached = await self.engine.call(
+                lambda: engine.reserve(
+                    self._id(ticket), work.prompt_token_ids, work.params, work.index, work.prompt, work.cache_salt
+                )
+            )
+        except ValueError as error:
+            self.fail(ticket, str(error), refused=True)
+            self.background(self._drop(ticket))
+            return
+        slots = None
+        if num_cached is not None:
+            place.first = num_cached
+            slots = self.staging.take(-(-(len(work.prompt_token_ids) - num_cached) // size))
+        if num_cached is None or slots is None:
+            self.send(Full(ticket))
+            self.background(self._drop(ticket))
+            return
+        place.slots = slots
+        self.send(Reserved(ticket, num_cached))
+
+    async def _read(self, offer: Offer) -> None:
+        place, source = self._places[offer.ticket], self._sources.get(offer.source)
+        if source is None:
+            return  # it is gone, and the router knows
+        own = self.staging.layout
+        pages = Pages(offer.slots, place.slots, offer.start, offer.stop, offer.first, place.first)
+        try:
+            plan = plan_transfer(source.staging.kv, own.kv, pages)
+            ranges = byte_ranges(plan.copies, source.staging, own, (offer.first_plane, offer.end_plane))
+            began = time.monotonic()
+            await self.transport.read(await self.transport.connect(source.metadata), ranges, _READ_TIMEOUT)
+        except (TransferError, ValueError) as error:
+            self.fail(offer.ticket, str(error))
+            self.background(self._drop(offer.ticket))
+            return
+        num_bytes = plan.num_bytes(offer.end_plane - offer.first_plane, own.row_bytes)
+        self.bytes_read += num_bytes
+        self.read_seconds += time.monotonic() - began
+        self.send(Taken(offer.ticket, offer.part, num_bytes))
+
+    async def _decode(self, admit: Admit) -> None:
+        ticket, place, engine = admit.ticket, self._places[admit.ticket], self._decode_engine
+        handover, grown = admit.handover, admit.grown
+        hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
+        pages = self.staging.pages[:, place.slots]  # a copy: the slots are free for the next
+        self.staging.give_back(place.slots)
+        place.slots = []
+        arrived = Arrived(handover.token, grown.logprobs[0] if grown.logprobs else None, hidden, pages)
+        growth = Growth(grown)
+        async for output in self.engine.stream(self._id(ticket), lambda: engine.admit(self._id(ticket), arrived)):
+            self.send(Tokens(ticket, growth.of(output.outputs[0], output.speculation)))
+        self._places.pop(ticket, None)
+
+    async def _drop(self, ticket: int) -> None:
+        """Lets go of an output, wherever it stands; what it held is free once nothing touches it."""
+        place = self._places.pop(ticket, None)
+        if place is None:
+            return
+        self._dropping.add(ticket)
+        try:
+            for task in (tasks := list(place.tasks)):
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            self.staging.give_back(place.slots)
+            request_id = self._id(ticket)
+            await self.engine.call(lambda: self._decode_engine.cancel(request_id))
+        finally:
+            self._dropping.discard(ticket)

@@ -1,0 +1,176 @@
+"""The prefill worker: runs prompts, stages their pages group by group, and offers them to whom they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qwenjax.engine.handover import PrefillEngine, StagedPages
+from qwenjax.outputs import RequestOutput
+from qwenjax_serving.protocol.messages import Handover, Offer, Prefill, Prefilled, Release, Role, ToWorker
+from qwenjax_serving.workers.growth import Growth
+from qwenjax_serving.workers.worker import Worker
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt from the moment that it is given to this worker until it is released. slots: of the staging buffer, for
+    pages from `first_page` on, empty while it waits for them."""
+
+    message: Prefill
+    first_page: int
+    num_pages: int
+    slots: list[int] = field(default_factory=list)
+    num_offered: int = 0
+    offered: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class PrefillWorker(Worker):
+    role: ClassVar[Role] = "prefill"
+
+    def __init__(self, name: str, engine: PrefillEngine, *arguments: Any) -> None:
+        super().__init__(name, engine, *arguments)
+        self._prompts: dict[str, Prompt] = {}  # by the id that the engine knows them by
+        self._waiting: deque[str] = deque()
+        self._prefill_engine = engine
+        self._staged: queue.SimpleQueue[StagedPages | None] = queue.SimpleQueue()
+        engine.on_staged = self._staged.put
+
+    @property
+    def num_held(self) -> int:
+        return len(self._prompts)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        stager = threading.Thread(target=self._stage, args=(loop,), name="stager", daemon=True)
+        stager.start()
+        try:
+            await super().run()
+        finally:
+            self._staged.put(None)
+
+    async def handle(self, message: ToWorker) -> None:
+        if isinstance(message, Prefill):
+            self._take(message)
+        elif isinstance(message, Release):
+            await self._drop(self._id(message.ticket))
+
+    async def drop_all(self) -> None:
+        for request_id in list(self._prompts):
+            await self._drop(request_id)
+
+    def _id(self, ticket: int) -> str:
+        return f"{self._number}-{ticket}"  # tickets of another router may be the same
+
+    def _take(self, message: Prefill) -> None:
+        work, size = message.work, self._engine.config.page_size
+        try:
+            self._engine.check(work.prompt_token_ids, work.params)
+        except ValueError as error:
+            self.fail(message.ticket, str(error), refused=True)
+            return
+        first_page = message.num_cached // size
+        request_id = self._id(message.ticket)
+        num_pages = -(-len(work.prompt_token_ids) // size) - first_page
+        self._prompts[request_id] = Prompt(message, first_page, num_pages)
+        self._waiting.append(request_id)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Runs prompts in order, as far as there is staging for their pages."""
+        while self._waiting:
+            prompt = self._prompts[self._waiting[0]]
+            slots = self.staging.take(prompt.num_pages)
+            if slots is None:
+                return
+            prompt.slots = slots
+            prompt.task = self.background(self._run_prompt(self._waiting.popleft(), prompt))
+
+    async def _run_prompt(self, request_id: str, prompt: Prompt) -> None:
+        message, engine = prompt.message, self._prefill_engine
+        work = message.work
+
+        def enter() -> None:
+            engine.add_prompt(
+                request_id,
+                work.prompt_token_ids,
+                work.params,
+                work.index,
+                message.num_cached,
+                work.prompt,
+                work.cache_salt,
+            )
+
+        output: RequestOutput | None = None
+        with self.transport.serving():  # until it is released: this task ends when it is cancelled
+            async for each in self.engine.stream(request_id, enter):
+                output = each
+            assert output is not None
+            hidden, num_parts = engine.take_handover(request_id)
+            while prompt.num_offered < num_parts:
+                prompt.offered.clear()
+                await prompt.offered.wait()
+            (first,) = output.outputs
+            handover = None if first.finished else Handover(first.token_ids[0], np.asarray(hidden).tobytes())
+            prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
+            grown = Growth().of(first, None)
+            self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
+            await asyncio.Event().wait()
+
+    async def _drop(self, request_id: str) -> None:
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return
+        if prompt.task is None:
+            self._waiting.remove(request_id)
+        else:
+            prompt.task.cancel()  # which drops its stream: the engine aborts the request
+            await asyncio.wait([prompt.task])
+        self._prefill_engine.handovers.pop(request_id, None)
+        self.staging.give_back(prompt.slots)
+        self._begin_waiting()
+
+    def _stage(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own: waits for the device, and hands its pages to the loop."""
+        while (staged := self._staged.get()) is not None:
+            pages = np.concatenate([np.asarray(array) for array in staged.arrays])
+            try:
+                loop.call_soon_threadsafe(self._offer, staged, pages)
+            except RuntimeError:  # the loop has ended
+                return
+
+    def _offer(self, staged: StagedPages, pages: np.ndarray) -> None:
+        """Copies pages [pages, heads, planes, page_size, head_dim] to their slots and tells the router."""
+        planes = (staged.first_plane, staged.first_plane + staged.num_planes)
+        by_rank = np.split(pages, self.staging.layout.kv.ranks, axis=1)
+        size = self._engine.config.page_size
+        for part in staged.parts:
+            prompt = self._prompts.get(part.request_id)
+            if prompt is None:  # released meanwhile
+                continue
+            count = -(-part.stop // size) - part.first_page
+            place = part.first_page - prompt.first_page
+            slots = prompt.slots[place : place + count]
+            for rank, own in enumerate(by_rank):
+                # A page that is partly there already is written again: what it held before stays the same.
+                self.staging.pages[rank, slots, :, slice(*planes)] = own[part.first : part.first + count]
+            offer = Offer(
+                prompt.message.ticket,
+                self.instance,
+                prompt.num_offered,
+                part.start,
+                part.stop,
+                *planes,
+                tuple(slots),
+                part.first_page * size,
+            )
+            prompt.num_offered += 1
+            prompt.offered.set()
+            self.send(offer)

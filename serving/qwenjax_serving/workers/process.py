@@ -1,0 +1,72 @@
+"""A worker as a process: `python -m qwenjax_serving.workers.process MODEL --config FILE --name NAME`.
+
+`qwenjax serve --role` comes here too. The secret, and the router's address where the file's is not it, are in the
+environment: command lines can be read by all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from qwenjax.engine.build import build_engine
+from qwenjax.engine.handover import DecodeEngine, PrefillEngine
+from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
+from qwenjax_serving.workers.decode import DecodeWorker
+from qwenjax_serving.workers.prefill import PrefillWorker
+
+ADDRESS_VARIABLE = "QWENJAX_ROUTER"
+CHILD_VARIABLE = "QWENJAX_CHILD"  # set where the worker is to end with who started it
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revision: str | None = None) -> None:
+    """Loads and compiles, and works until it is told to end. Raises ValueError for what cannot be built."""
+    if os.environ.get(CHILD_VARIABLE):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    options = {**plan.options, "revision": revision}
+    if plan.role == "prefill":
+        prefill = build_engine(model, PrefillEngine, **options)  # type: ignore[arg-type]
+        asyncio.run(_run(PrefillWorker, plan, prefill, address, secret))
+    else:
+        decode = build_engine(model, DecodeEngine, **options)  # type: ignore[arg-type]
+        asyncio.run(_run(DecodeWorker, plan, decode, address, secret))
+
+
+async def _run(
+    kind: type[PrefillWorker] | type[DecodeWorker],
+    plan: WorkerPlan,
+    engine: PrefillEngine | DecodeEngine,
+    address: str,
+    secret: bytes,
+) -> None:
+    await kind(plan.name, engine, address, secret, plan.staging_pages).run()  # type: ignore[arg-type]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A prefill or decode worker.")
+    parser.add_argument("model")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--revision")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format=f"{arguments.name}: %(levelname)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    try:
+        deployment = read_deployment(arguments.config)
+        address = os.environ.get(ADDRESS_VARIABLE, deployment.address)
+        run_worker(arguments.model, deployment.worker(arguments.name), address, read_secret(), arguments.revision)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"{arguments.name}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What prefill and decode workers share: an engine, a staging buffer, and the conversation with the router."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import signal
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from qwenjax.engine.async_engine import AsyncEngine
+from qwenjax.engine.engine import Engine
+from qwenjax.engine.handover import kv_layout, num_planes
+from qwenjax_serving.protocol.messages import (
+    Failed,
+    Goodbye,
+    Hello,
+    Leaving,
+    Message,
+    Ping,
+    Rejoin,
+    Role,
+    Shutdown,
+    Status,
+    ToWorker,
+    Welcome,
+)
+from qwenjax_serving.protocol.sockets import WorkerSocket
+from qwenjax_serving.transfer.nixl_transport import NixlTransport
+from qwenjax_serving.transfer.staging import StagingBuffer
+
+logger = logging.getLogger(__name__)
+
+_BEAT = 0.5  # seconds between two signs of life; routers wait for several
+_HELLO_AGAIN = 2.0  # seconds without a Welcome after which a Hello is repeated
+_ROUTER_SILENCE = 10.0  # seconds after which what runs for a router is let go
+_LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
+
+
+class Worker(ABC):
+    """One worker. `run` ends on the router's Shutdown, on SIGTERM (once what runs has ended) or with an error."""
+
+    role: ClassVar[Role]
+
+    def __init__(
+        self, name: str, engine: Engine, address: str, secret: bytes, staging_pages: int | None = None
+    ) -> None:
+        """staging_pages: of the buffer that pages travel through, by default those of two longest sequences."""
+        self.name, self.instance = name, f"{name}-{uuid.uuid4().hex[:12]}"
+        config, model = engine.config, engine.model
+        slots = 2 * config.max_pages if staging_pages is None else staging_pages
+        if slots < config.max_pages:
+            raise ValueError(
+                f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
+            )
+        self.staging = StagingBuffer(kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots)
+        self._address, self._secret = address, secret
+        self._number = 0
+        self._engine = engine
+        self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
+        self._ended = asyncio.Event()
+        self._leaving: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.bytes_read, self.read_seconds = 0, 0.0
+
+    @property
+    @abstractmethod
+    def num_held(self) -> int:
+        """Tickets that something is held for."""
+
+    @abstractmethod
+    async def handle(self, message: ToWorker) -> None:
+        """Does what the router says; returns soon."""
+
+    @abstractmethod
+    async def drop_all(self) -> None:
+        """Lets go of everything, and returns once that is done."""
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        self.engine = AsyncEngine(self._engine)
+        self.transport = NixlTransport(self.instance)
+        await self.transport.start(self.staging.pages)
+        self._socket = WorkerSocket(self._address, self._secret, self.instance)
+        logger.info("worker %s is ready", self.name)
+        conversation = [loop.create_task(self._listen()), loop.create_task(self._beat())]
+        ended = loop.create_task(self._ended.wait())
+        try:
+            done, _ = await asyncio.wait([*conversation, ended], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in [*conversation, ended]:
+                task.cancel()
+            self._welcome = False
+            await self.drop_all()
+            self._socket.send(Goodbye())
+            await self._socket.close()
+            await self.transport.aclose()
+            await self.engine.aclose()
+
+    def send(self, message: Message) -> None:
+        """To the router, unless it has not heard this worker's latest Hello."""
+        if self._welcome:
+            self._socket.send(message)
+
+    def fail(self, ticket: int, reason: str, refused: bool = False) -> None:
+        logger.warning("worker %s: %s", self.name, reason)
+        self.send(Failed(ticket, reason, refused))
+
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` beside the conversation; what it raises ends the worker."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+        return task
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("worker %s: %s", self.name, error, exc_info=error)
+            self._ended.set()
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._socket.receive()
+            self._heard = time.monotonic()
+            if isinstance(message, Welcome):
+                self._welcome = message.number == self._number
+                if self._welcome:
+                    logger.info("worker %s has joined", self.name)
+            elif not self._welcome or isinstance(message, Ping):
+                continue  # said to what this worker was before
+            elif isinstance(message, Rejoin):
+                await self._rejoin()
+            elif isinstance(message, Shutdown):
+                self._ended.set()
+            else:
+                await self.handle(message)
+
+    async def _rejoin(self) -> None:
+        self._welcome = False
+        await self.drop_all()
+        self._hello()
+
+    def _hello(self) -> None:
+        self._number += 1
+        self._said_hello = time.monotonic()
+        config = self._engine.config
+        hello = Hello(
+            self.name,
+            self.instance,
+            self._number,
+            self.role,
+            _model_key(self._engine),
+            self._engine.ranks * config.max_num_seqs,
+            min(config.max_model_len, config.num_pages * config.page_size),
+            self.staging.layout,
+            self.transport.metadata,
+        )
+        self._socket.send(hello)
+
+    async def _beat(self) -> None:
+        while True:
+            now = time.monotonic()
+            if self.engine.failure is not None:
+                raise RuntimeError(f"the engine failed: {self.engine.failure}") from self.engine.failure
+            if self._welcome and now - self._heard > _ROUTER_SILENCE:
+                logger.warning("worker %s: the router has been silent for %.0f s", self.name, now - self._heard)
+                await self._rejoin()
+            elif not self._welcome and now - self._said_hello > _HELLO_AGAIN:
+                self._hello()
+            self.send(self._status())
+            if self._leaving is not None and (not self.num_held or now - self._leaving > _LEAVE):
+                self._ended.set()
+            await asyncio.sleep(_BEAT)
+
+    def _status(self) -> Status:
+        return Status(
+            self.engine.stats(),
+            self.bytes_read,
+            self.read_seconds,
+            self.staging.num_free,
+            self.num_held,
+            self._engine.num_prefill_calls,
+            self._engine.num_decode_calls,
+        )
+
+    def _leave(self) -> None:
+        self._leaving = time.monotonic()
+        self.send(Leaving())
+
+
+def _model_key(engine: Engine) -> str:
+    """Equal for engines whose pages mean the same."""
+    model = engine.model
+    described = repr((model.config, str(model.dtype), num_planes(engine), sorted(engine.tokenizer.eos_ids)))
+    return hashlib.sha256(described.encode()).hexdigest()[:16]

@@ -1,0 +1,65 @@
+"""Deployment files: what they say, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qwenjax_serving.deployment import read_deployment
+
+FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "deployments").glob("*.toml"))
+BOTH = "[[prefill]]\n[[decode]]\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_files_in_configs_can_be_read(path: Path) -> None:
+    assert {worker.role for worker in read_deployment(path).workers} == {"prefill", "decode"}
+
+
+def test_the_article_s_meshes() -> None:
+    found = read_deployment(next(path for path in FILES if path.stem == "tp4-dp16"))
+    assert [(worker.role, worker.num_devices) for worker in found.workers] == [("prefill", 4), ("decode", 16)]
+
+
+def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text(
+        "[router]\nworker_timeout = 2\n[engine]\npage_size = 32\nmax_num_seqs = 4\n"
+        '[[prefill]]\nmax_num_seqs = 2\nenv = { A = "b" }\n[[prefill]]\nname = "other"\n[[decode]]\nstaging_pages = 9\n'
+    )
+    found = read_deployment(path)
+    first, other, decode = found.workers
+    assert (first.name, other.name, decode.name) == ("prefill-0", "other", "decode-0")
+    assert (first.options["page_size"], first.options["max_num_seqs"], first.env) == (32, 2, {"A": "b"})
+    assert (other.options["max_num_seqs"], decode.staging_pages) == (4, 9)
+    assert found.settings.worker_timeout == 2
+    assert found.address.startswith("tcp://127.0.0.1:")
+    assert found.worker("other") is other
+    with pytest.raises(ValueError, match="there is no worker 'x'; there are"):
+        found.worker("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[prefill]]\n", r"there is no \[\[decode\]\]"),
+        ("[decode]\n[[prefill]]\n", r"there is no \[\[decode\]\]"),
+        (BOTH + "[extra]\n", r"unknown \['extra'\]"),
+        (BOTH + "[router]\ntimeout = 1\n", r"\[router\]: unknown \['timeout'\]"),
+        (BOTH + "[router]\nworker_timeout = 0\n", "worker_timeout is 0; it is a number above 0"),
+        (BOTH + "[router]\nmax_waiting = 1.5\n", "max_waiting is 1.5; it is a number above 0"),
+        (BOTH + '[router]\naddress = "localhost"\n', "it is tcp://HOST:PORT"),
+        (BOTH + "[engine]\npages = 3\n", r"\[engine\]: unknown \['pages'\]"),
+        (BOTH + "[engine]\nnum_pages = true\n", "num_pages is True, of the wrong type"),
+        ('[[prefill]]\nname = "a"\n[[decode]]\nname = "a"\n', "names of workers are not distinct"),
+        ("[[prefill]]\ndata_parallel = 2\n[[decode]]\n", "prefill-0: data_parallel is 2; prefill has one data rank"),
+        ("[[prefill]]\nenv = { A = 1 }\n[[decode]]\n", "it is a table of strings"),
+        ("[[prefill]]\nstaging_pages = 0\n[[decode]]\n", "staging_pages is 0"),
+        ("x = [", "file.toml: "),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "file.toml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_deployment(tmp_path / "file.toml")
