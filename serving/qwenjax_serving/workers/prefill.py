@@ -120,7 +120,7 @@ class PrefillWorker(Worker):
             (first,) = output.outputs
             handover = None if first.finished else Handover(first.token_ids[0], np.asarray(hidden).tobytes())
             prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
-            grown = Growth().of(first, None)
+            grown = Growth().of(first, output.speculation)
             self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
             await asyncio.Event().wait()
 

@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from qwenjax.engine.build import build_engine
+from qwenjax.engine.build import EngineOptions, build_engine
 from qwenjax.engine.handover import DecodeEngine, PrefillEngine
 from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
 from qwenjax_serving.workers.decode import DecodeWorker
@@ -30,12 +30,12 @@ def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revisi
     """Loads and compiles, and works until it is told to end. Raises ValueError for what cannot be built."""
     if os.environ.get(CHILD_VARIABLE):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    options = {**plan.options, "revision": revision}
+    options: EngineOptions = {**plan.options, "revision": revision}
     if plan.role == "prefill":
-        prefill = build_engine(model, PrefillEngine, **options)  # type: ignore[arg-type]
+        prefill = build_engine(model, PrefillEngine, **options)
         asyncio.run(_run(PrefillWorker, plan, prefill, address, secret))
     else:
-        decode = build_engine(model, DecodeEngine, **options)  # type: ignore[arg-type]
+        decode = build_engine(model, DecodeEngine, **options)
         asyncio.run(_run(DecodeWorker, plan, decode, address, secret))
 
 

@@ -1,0 +1,199 @@
+"""Requests through a router, prefill and decode workers that are processes of their own, and what happens when those
+are killed, stopped and started again. What `LLM.generate` gives is what must come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qwenjax import LLM, RequestOutput, SamplingParams
+from qwenjax_serving.backend import BackendError, Overloaded
+from tests.generation import greedy, random_ids, small_llm
+from tests.qwenjax.engine.test_handover import SIZES
+from tests.qwenjax.engine.test_speculation import with_head
+from tests.serving.cluster import Cluster, cluster
+
+pytest.importorskip("nixl")
+
+# The engines of tests/qwenjax/engine/test_handover.py, so that their programs are compiled once for both.
+CONFIG = """
+[router]
+worker_timeout = 1.5
+[engine]
+max_num_seqs = 1
+max_num_batched_tokens = 64
+page_size = 16
+num_pages = 64
+max_model_len = 128
+num_speculative_tokens = 2
+"""
+ONE_OF_EACH = CONFIG + "[[prefill]]\nmodel_parallel = 2\n[[decode]]\ndata_parallel = 2\npage_size = 32\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_head(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return small_llm(folder, **{**SIZES, "num_pages": 256})
+
+
+@pytest.fixture(scope="module")
+def one_of_each(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = tmp_path_factory.mktemp("config") / "deployment.toml"
+    config.write_text(ONE_OF_EACH)
+    with cluster(folder, config) as made:
+        yield made
+
+
+def mixed(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, some beginning alike; greedy and seeded, with log-probabilities or several outputs."""
+    chance, requests = random.Random(seed), list[tuple[list[int], SamplingParams]]()
+    beginning = random_ids(64, seed=99)
+    for place in range(count):
+        prompt = random_ids(chance.randint(1, 40), place)
+        if place % 3 == 0:
+            prompt = beginning[: chance.choice([16, 64])] + prompt
+        length = chance.randint(1, 120 - len(prompt)) if place % 5 == 0 else chance.randint(1, 12)
+        params = greedy(length, logprobs=1 if place % 4 == 0 else None, speculation=place % 7 != 0)
+        if place % 6 == 1:
+            params = SamplingParams(temperature=0.9, seed=place, n=2, max_tokens=length, presence_penalty=0.3)
+        requests.append((prompt, params))
+    return requests
+
+
+def assert_equal(got: RequestOutput, want: RequestOutput) -> None:
+    assert [part.token_ids for part in got.outputs] == [part.token_ids for part in want.outputs]
+    for one, other in zip(got.outputs, want.outputs, strict=True):
+        assert (one.text, one.finish_reason, one.stop_reason) == (other.text, other.finish_reason, other.stop_reason)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for entry, expected in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert {key: value.rank for key, value in entry.items()} == {
+                key: value.rank for key, value in expected.items()
+            }
+
+
+def run_all(made: Cluster, requests: list[tuple[list[int], SamplingParams]], timeout: float) -> list[RequestOutput]:
+    """All at once."""
+
+    async def whole() -> list[RequestOutput]:
+        return await asyncio.gather(
+            *(made.generate(f"{place}", prompt, params) for place, (prompt, params) in enumerate(requests))
+        )
+
+    return made.run(whole(), timeout)
+
+
+def check_equal(made: Cluster, llm: LLM, count: int) -> None:
+    requests = mixed(count)
+    results = run_all(made, requests, timeout=1200)
+    wanted = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    for got, want in zip(results, wanted, strict=True):
+        assert_equal(got, want)
+        # The head's cache and its pending entry came over: drafts are accepted as in one engine.
+        assert (got.speculation and got.speculation.accepted) == (want.speculation and want.speculation.accepted)
+    made.wait_until_idle(5)
+    decode = next(worker for worker in made.workers if worker.hello.role == "decode")
+    assert decode.status is not None
+    assert decode.status.num_prefill_calls == 0
+    assert decode.status.bytes_read > 0
+
+
+def test_24_mixed_requests_at_once_equal_one_engine_s(one_of_each: Cluster, llm: LLM) -> None:
+    check_equal(one_of_each, llm, 24)
+
+
+@pytest.mark.slow
+def test_200_mixed_requests_at_once_equal_one_engine_s(one_of_each: Cluster, llm: LLM) -> None:
+    check_equal(one_of_each, llm, 200)
+
+
+@pytest.mark.parametrize("tokens_first", [0, 1, 3], ids=["before a token", "after the first", "while decoding"])
+def test_what_a_client_that_leaves_held_is_free_within_a_second(one_of_each: Cluster, tokens_first: int) -> None:
+    async def leave() -> None:
+        for place in range(4):  # two wait behind those that run
+            stream = await one_of_each.stream(f"leave-{place}", random_ids(60, place), greedy(60))
+            if tokens_first and place == 0:
+                async for output in stream:
+                    if len(output.outputs[0].token_ids) >= tokens_first:
+                        break
+            elif not tokens_first:
+                await asyncio.sleep(0.02 * place)
+        for place in range(4):
+            one_of_each.backend.abort(f"leave-{place}")
+
+    one_of_each.run(leave())
+    one_of_each.wait_until_idle(1.0 + 0.5)  # a second, and what passes until the next status
+
+
+def test_streams_show_the_first_token_and_then_all(one_of_each: Cluster, llm: LLM) -> None:
+    async def lengths() -> list[int]:
+        stream = await one_of_each.stream("stream", random_ids(30), greedy(20))
+        return [len(output.outputs[0].token_ids) async for output in stream]
+
+    found = one_of_each.run(lengths())
+    assert found[-1] == 20
+    assert found == sorted(found)
+    assert found[0] == 1
+
+
+async def stop_at(made: Cluster, request_id: str, name: str, num_tokens: int) -> list[int]:
+    """Stops a worker once an output has so many tokens; what came of it in the end."""
+    tokens: list[int] = []
+    async for output in await made.stream(request_id, random_ids(20), greedy(100)):
+        tokens = output.outputs[0].token_ids
+        if len(tokens) >= num_tokens:
+            made.processes[name].send_signal(signal.SIGSTOP)
+    return tokens
+
+
+def test_streams_of_a_stopped_decode_worker_end_within_its_time_and_it_comes_back(one_of_each: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(BackendError, match="decode worker decode-0 has been silent"):
+        one_of_each.run(stop_at(one_of_each, "stopped", "decode-0", 3))
+    assert time.monotonic() - began < 1.5 + 2
+    one_of_each.processes["decode-0"].send_signal(signal.SIGCONT)
+    one_of_each.wait_for_workers()
+    result = one_of_each.run(one_of_each.generate("after", random_ids(20), greedy(5)))
+    assert len(result.outputs[0].token_ids) == 5
+    one_of_each.wait_until_idle(5)
+
+
+def test_an_output_whose_prefill_worker_is_stopped_goes_on_when_it_is_back(one_of_each: Cluster, llm: LLM) -> None:
+    one_of_each.processes["prefill-0"].send_signal(signal.SIGSTOP)
+
+    async def generate() -> RequestOutput:
+        waiting = asyncio.create_task(one_of_each.generate("waits", random_ids(50), greedy(9)))
+        while one_of_each.backend.router.of_role("prefill"):
+            await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="workers are missing"):
+            await one_of_each.stream("refused", [1], greedy(1))
+        one_of_each.processes["prefill-0"].send_signal(signal.SIGCONT)
+        return await waiting
+
+    try:
+        got = one_of_each.run(generate())
+    finally:
+        one_of_each.processes["prefill-0"].send_signal(signal.SIGCONT)
+    assert_equal(got, llm.generate([random_ids(50)], greedy(9))[0])
+    one_of_each.wait_until_idle(5)
+
+
+def test_workers_join_a_router_that_was_restarted(one_of_each: Cluster) -> None:
+    async def begin() -> None:
+        stream = await one_of_each.stream("old", random_ids(20), greedy(100))
+        await anext(stream)
+
+    one_of_each.run(begin())
+    one_of_each.restart_router()
+    result = one_of_each.run(one_of_each.generate("new", random_ids(20), greedy(5)))
+    assert len(result.outputs[0].token_ids) == 5
+    one_of_each.wait_until_idle(5)
