@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": "write a checkpoint anew in a quantised format",
     "eval": "measure what number formats cost a model on a text",
     "train": "train a small model, or a multi-token-prediction head for any",
+    "serve": "serve a model over HTTP, as OpenAI's API",
     "bench": "measure an OpenAI-compatible server under a load",
 }
 

@@ -1,0 +1,132 @@
+"""`qwenjax serve MODEL`: OpenAI's API over HTTP, with front end and engine in one process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import cast
+
+from prometheus_client.registry import Collector
+
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.engine.build import EngineOptions, build_engine
+from qwenjax.engine.engine import Engine
+from qwenjax.llm import default_sampling_params
+from qwenjax_serving.api.app import Settings, create_app
+from qwenjax_serving.api.server import bind, serve, url_of
+from qwenjax_serving.backend import Backend, ServedModel
+from qwenjax_serving.commands.model_arguments import add_model_arguments
+from qwenjax_serving.engine_backend import EngineBackend
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    add_http_arguments(parser)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of an engine; their names are LLM's."""
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
+    add("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together on a data rank")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one prefill call and data rank")
+    add("--num-steps", type=int, default=8, metavar="N", help="tokens a sequence draws in one call (default 8)")
+    add("--num-pages", type=int, metavar="N", help="pages of the KV cache on a data rank (default: what fits)")
+    add("--page-size", type=int, default=64, metavar="N", help="tokens of a page (default %(default)s)")
+    keep = argparse.BooleanOptionalAction
+    add("--enable-prefix-caching", action=keep, default=True, help="keep prompts' pages for prompts that begin alike")
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 where there is a head")
+    add("--speculation-max-batch", type=int, default=32, metavar="N", help="sequences beyond which steps draft nothing")
+
+
+def add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where and how the front end serves."""
+    group = parser.add_argument_group("HTTP")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="0 for any that is free (default %(default)s)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: MODEL)")
+    add("--api-key", default=os.environ.get("QWENJAX_API_KEY"), help="that requests must bear (or $QWENJAX_API_KEY)")
+    add("--max-queue", type=int, default=256, metavar="N", help="sequences that may wait before 503 (default 256)")
+    add("--max-concurrent-requests", type=int, default=1024, metavar="N", help="likewise for requests (default 1024)")
+    add("--max-body-mib", type=float, default=4.0, metavar="N", help="largest body of a request (default %(default)s)")
+    add("--grace", type=int, default=30, metavar="S", help="seconds that SIGTERM leaves what runs (default 30)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C. Raises ValueError for bad input and OSError for an address, before it loads."""
+    check_http_arguments(arguments)
+    logging.basicConfig(format="qwenjax: %(levelname)s: %(message)s")
+    logging.getLogger("qwenjax").setLevel(logging.INFO)  # a line every ten seconds while the engine is busy
+    with bind(arguments.host, arguments.port) as bound:
+        folder = resolve(arguments.model, arguments.revision)
+        engine = _engine(arguments, folder)
+        model = ServedModel(
+            tuple(arguments.served_model_name or [arguments.model]),
+            engine.tokenizer,
+            min(engine.config.max_model_len, engine.config.num_pages * engine.config.page_size),
+            default_sampling_params(folder),
+            int(time.time()),
+        )
+        asyncio.run(_serve(arguments, engine, model, bound))
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, engine: Engine, model: ServedModel, bound: socket.socket) -> None:
+    await serve_backend(arguments, EngineBackend(engine, model, arguments.max_queue), bound)
+
+
+async def serve_backend(
+    arguments: argparse.Namespace, backend: Backend, bound: socket.socket, collectors: Iterable[Collector] = ()
+) -> None:
+    """Serves `backend` as add_http_arguments' options say, until SIGTERM or SIGINT, and closes it."""
+    settings = Settings(
+        api_key=arguments.api_key,
+        max_body_bytes=int(arguments.max_body_mib * 2**20),
+        max_concurrent_requests=arguments.max_concurrent_requests,
+    )
+
+    def ready() -> None:
+        print(f"qwenjax: serving {backend.model.names[0]} on {url_of(bound)}/v1", flush=True)
+
+    try:
+        await serve(
+            create_app(backend, settings, collectors),
+            bound,
+            max_concurrent_requests=settings.max_concurrent_requests,
+            grace=arguments.grace,
+            on_ready=ready,
+        )
+    finally:
+        await backend.aclose()
+    print("qwenjax: stopped", file=sys.stderr)
+
+
+def check_http_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ValueError, naming the option and its limit."""
+    for name, least in (("max_queue", 0), ("max_concurrent_requests", 1), ("grace", 0)):
+        if getattr(arguments, name) < least:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is {getattr(arguments, name)}; it is at least {least}")
+    if not 0 <= arguments.port < 2**16:
+        raise ValueError(f"--port is {arguments.port}; it is 0 to 65535")
+    if not arguments.max_body_mib > 0:
+        raise ValueError(f"--max-body-mib is {arguments.max_body_mib}; it is above 0")
+    if arguments.api_key == "":
+        raise ValueError("--api-key is empty; leave it out for none")
+
+
+def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    # `folder` is what `revision` named. Every option has a flag of its name; a new one without is an error here.
+    names = set(EngineOptions.__annotations__) - {"revision"}
+    options = cast(EngineOptions, {name: getattr(arguments, name) for name in names})
+    return build_engine(folder, **options)
