@@ -1,0 +1,201 @@
+"""Two prefill and two decode workers, of which some are killed, and many requests: each a matter of minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qwenjax import LLM, RequestOutput
+from qwenjax_serving.backend import BackendError
+from qwenjax_serving.protocol.messages import VERSION, Ping
+from qwenjax_serving.protocol.sockets import WorkerSocket
+from tests.generation import greedy, random_ids, small_llm
+from tests.qwenjax.engine.test_handover import SIZES
+from tests.qwenjax.engine.test_speculation import with_head
+from tests.serving.cluster import SECRET, Cluster, cluster
+from tests.serving.test_disaggregated import CONFIG, assert_equal, check_equal, mixed
+
+pytest.importorskip("nixl")
+pytestmark = pytest.mark.slow
+
+TWO_OF_EACH = CONFIG.replace("[engine]", "absence_timeout = 4\n[engine]").replace(
+    "max_num_seqs = 1", "max_num_seqs = 2"
+)
+TWO_OF_EACH += 2 * "[[prefill]]\nmodel_parallel = 2\n" + 2 * "[[decode]]\ndata_parallel = 2\npage_size = 32\n"
+EQUAL = CONFIG + "[[prefill]]\nmodel_parallel = 2\n[[decode]]\nmodel_parallel = 2\nmax_num_seqs = 2\n"
+WITHOUT_DRAFTS = EQUAL.replace("num_speculative_tokens = 2", "num_speculative_tokens = 0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_head(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return small_llm(folder, **{**SIZES, "num_pages": 256})
+
+
+@pytest.fixture(scope="module")
+def two_of_each(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = tmp_path_factory.mktemp("config") / "deployment.toml"
+    config.write_text(TWO_OF_EACH)
+    with cluster(folder, config) as made:
+        yield made
+
+
+def kill(made: Cluster, name: str) -> None:
+    made.processes[name].send_signal(signal.SIGKILL)
+    made.processes[name].wait()
+
+
+def bring_back(made: Cluster, *names: str) -> None:
+    made.start(names)
+    made.wait_for_workers()
+    made.wait_until_idle(5)
+
+
+@pytest.mark.parametrize("state", ["prefilling", "moving"])
+def test_a_prefill_worker_killed_with_a_prompt_is_replaced(two_of_each: Cluster, llm: LLM, state: str) -> None:
+    requests = [(random_ids(100, place), greedy(10)) for place in range(8)]
+
+    async def whole() -> tuple[str, list[RequestOutput]]:
+        tasks = [asyncio.create_task(two_of_each.generate(f"{i}", *request)) for i, request in enumerate(requests)]
+        while True:
+            await asyncio.sleep(0)
+            for output in two_of_each.backend.router._tickets.values():
+                if output.state == state and output.prefill is not None:
+                    name = output.prefill.hello.name
+                    kill(two_of_each, name)
+                    return name, await asyncio.gather(*tasks)
+
+    name, results = two_of_each.run(whole())
+    for got, (prompt, params) in zip(results, requests, strict=True):
+        assert_equal(got, llm.generate([prompt], params)[0])
+    assert two_of_each.backend.router.num_retries > 0
+    bring_back(two_of_each, name)
+
+
+def test_streams_of_a_killed_decode_worker_end_and_others_go_on(two_of_each: Cluster, llm: LLM) -> None:
+    requests = [(random_ids(20, place), greedy(90)) for place in range(4)]
+    killed = list[str]()
+
+    async def one(place: int) -> RequestOutput | BackendError:
+        try:
+            async for output in await two_of_each.stream(f"{place}", *requests[place]):
+                router = two_of_each.backend.router
+                if not killed and len(router._tickets) == 4 and len(output.outputs[0].token_ids) >= 3:
+                    decode = next(each.decode for each in router._tickets.values() if each.state == "decoding")
+                    assert decode is not None
+                    killed.append(decode.hello.name)
+                    kill(two_of_each, killed[0])
+            return output
+        except BackendError as error:
+            return error
+
+    async def whole() -> list[RequestOutput | BackendError]:
+        return await asyncio.gather(*(one(place) for place in range(4)))
+
+    results = two_of_each.run(whole())
+    errors = [result for result in results if isinstance(result, BackendError)]
+    assert 1 <= len(errors) < 4
+    assert all(killed[0] in str(error) for error in errors)
+    for result, (prompt, params) in zip(results, requests, strict=True):
+        if isinstance(result, RequestOutput):
+            assert_equal(result, llm.generate([prompt], params)[0])
+    bring_back(two_of_each, *killed)
+
+
+def test_without_prefill_workers_outputs_end_with_an_error(two_of_each: Cluster) -> None:
+    kill(two_of_each, "prefill-0")
+    kill(two_of_each, "prefill-1")
+    with pytest.raises(BackendError, match="there is no prefill worker"):
+        two_of_each.run(two_of_each.generate("a", random_ids(20), greedy(5)), timeout=20)
+    bring_back(two_of_each, "prefill-0", "prefill-1")
+
+
+def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster, llm: LLM) -> None:
+    requests = mixed(12, seed=3)
+
+    async def noise(stop: asyncio.Event) -> int:
+        chance, count = random.Random(1), 0
+        socket = WorkerSocket(two_of_each.backend.address, SECRET.encode(), "noise")
+        while not stop.is_set():
+            data = bytes([chance.choice([VERSION, 7])]) + chance.randbytes(chance.randint(0, 50))
+            socket._socket.send(data)
+            socket.send(Ping())
+            count += 2
+            await asyncio.sleep(0.01)
+        await socket.close()
+        return count
+
+    async def whole() -> tuple[int, list[RequestOutput]]:
+        stop = asyncio.Event()
+        noisy = asyncio.create_task(noise(stop))
+        results = await asyncio.gather(
+            *(two_of_each.generate(f"{place}", *request) for place, request in enumerate(requests))
+        )
+        stop.set()
+        return await noisy, results
+
+    count, results = two_of_each.run(whole())
+    assert count > 10
+    for got, (prompt, params) in zip(results, requests, strict=True):
+        assert_equal(got, llm.generate([prompt], params)[0])
+    assert len(two_of_each.workers) == 4
+
+
+def resources(made: Cluster) -> dict[str, int]:
+    """Descriptors of every process, and pieces of shared memory."""
+    processes = {name: process.pid for name, process in made.processes.items()} | {"router": os.getpid()}
+    found = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in processes.items()}
+    return found | {"shared memory": len(os.listdir("/dev/shm"))}
+
+
+def resident(pid: int) -> int:
+    """MiB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> None:
+    requests, chance = mixed(1000, seed=5), random.Random(7)
+    fates = [chance.random() for _ in requests]
+
+    async def one(place: int, room: asyncio.Semaphore) -> None:
+        async with room:
+            if fates[place] < 0.7:
+                await two_of_each.generate(f"{place}", *requests[place])
+                return
+            stream = await two_of_each.stream(f"{place}", *requests[place])
+            if fates[place] < 0.85:
+                await asyncio.sleep(chance.random() * 0.3)
+            else:
+                await anext(stream)
+            two_of_each.backend.abort(f"{place}")
+
+    async def some(places: range) -> None:
+        room = asyncio.Semaphore(24)
+        await asyncio.gather(*(one(place, room) for place in places))
+
+    two_of_each.run(some(range(200)), timeout=1200)  # connections are made, and prompts cached
+    two_of_each.wait_until_idle(5)
+    before = resources(two_of_each)
+    memory = {name: resident(process.pid) for name, process in two_of_each.processes.items()}
+    two_of_each.run(some(range(200, 1000)), timeout=1200)
+    two_of_each.wait_until_idle(5)
+    after = resources(two_of_each)
+    print("descriptors", before, after, "MiB", memory, {n: resident(p.pid) for n, p in two_of_each.processes.items()})
+    assert all(after[name] <= before[name] for name in before)
+
+
+@pytest.mark.parametrize("config", [EQUAL, WITHOUT_DRAFTS], ids=["TP 2 on both sides", "without drafts"])
+def test_other_layouts_equal_one_engine_s(folder: Path, llm: LLM, tmp_path: Path, config: str) -> None:
+    (tmp_path / "deployment.toml").write_text(config)
+    with cluster(folder, tmp_path / "deployment.toml") as made:
+        check_equal(made, llm, 24, speculates=config is EQUAL)
