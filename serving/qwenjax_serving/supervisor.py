@@ -16,6 +16,7 @@ from qwenjax_serving.workers.process import ADDRESS_VARIABLE, CHILD_VARIABLE
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds before a worker that ended is started again
+_STDERR = 2  # standard output is the router's own: a line that says where it serves
 _STOP = 10.0  # seconds that workers have to end by themselves
 
 
@@ -90,5 +91,5 @@ class Supervisor:
         }
         # A session of its own: Ctrl-C reaches the router alone, which ends the workers in order.
         return await asyncio.create_subprocess_exec(
-            *self._command, "--name", plan.name, env=environment, start_new_session=True
+            *self._command, "--name", plan.name, env=environment, start_new_session=True, stdout=_STDERR
         )

@@ -22,6 +22,7 @@ from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deploym
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.fleet import Worker
 from qwenjax_serving.workers.process import ADDRESS_VARIABLE, CHILD_VARIABLE
+from tests.conftest import FAKE_CPU_DEVICES
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ class Cluster:
                     ADDRESS_VARIABLE: self.backend.address,
                     SECRET_VARIABLE: SECRET,
                     CHILD_VARIABLE: "1",
-                    "JAX_NUM_CPU_DEVICES": str(plan.num_devices),
+                    # As many as the tests have: compiled programs are kept by the number of devices.
+                    "JAX_NUM_CPU_DEVICES": str(FAKE_CPU_DEVICES),
                 }
                 self.processes[plan.name] = subprocess.Popen(command, env=environment)
 
@@ -71,7 +73,7 @@ class Cluster:
         names = {name for name, process in self.processes.items() if process.poll() is None}
         self.wait_until(lambda: {worker.hello.name for worker in self.workers} >= names, START)
         tokenizer = Tokenizer.from_folder(self.folder)
-        longest = self.run(self.backend.ready())
+        longest = self.run(self.backend.wait_for())
         self.backend.model = ServedModel(("model",), tokenizer, longest, SamplingParams(), 0)
 
     @property

@@ -19,7 +19,6 @@ from qwenjax_serving.protocol.messages import (
     Prefill,
     Prefilled,
     Release,
-    Shutdown,
     Status,
     ToWorker,
     Welcome,
@@ -120,7 +119,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
             await asyncio.sleep(0.01)
         assert worker.staging.num_free == worker.staging.layout.num_slots
         await reader.aclose()
-        router.tell.put_nowait(Shutdown())
+        worker.leave()
         await running
 
     asyncio.run(asyncio.wait_for(whole(), timeout=90))

@@ -1,4 +1,5 @@
-"""`qwenjax serve MODEL`: OpenAI's API over HTTP, with front end and engine in one process."""
+"""`qwenjax serve MODEL`: OpenAI's API over HTTP, with front end and engine in one process, or with --config in several:
+router, prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -25,11 +26,27 @@ from qwenjax_serving.backend import Backend, ServedModel
 from qwenjax_serving.commands.model_arguments import add_model_arguments
 from qwenjax_serving.engine_backend import EngineBackend
 
+_DEFAULT_QUEUE = 256
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     add_http_arguments(parser)
+    add_deployment_arguments(parser)
+
+
+def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    """Workers as processes of their own."""
+    add = parser.add_argument_group("prefill and decode apart").add_argument
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="deployment file: workers and meshes (see configs/deployments)",
+    )
+    add("--role", choices=("all", "router", "prefill", "decode"), help="what to run of it (default: all)")
+    add("--name", help="of the worker, with --role prefill or decode (default: the first)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +73,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free (default %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: MODEL)")
     add("--api-key", default=os.environ.get("QWENJAX_API_KEY"), help="that requests must bear (or $QWENJAX_API_KEY)")
-    add("--max-queue", type=int, default=256, metavar="N", help="sequences that may wait before 503 (default 256)")
+    add("--max-queue", type=int, default=_DEFAULT_QUEUE, metavar="N", help="sequences that may wait before 503")
     add("--max-concurrent-requests", type=int, default=1024, metavar="N", help="likewise for requests (default 1024)")
     add("--max-body-mib", type=float, default=4.0, metavar="N", help="largest body of a request (default %(default)s)")
     add("--grace", type=int, default=30, metavar="S", help="seconds that SIGTERM leaves what runs (default 30)")
@@ -65,8 +82,14 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C. Raises ValueError for bad input and OSError for an address, before it loads."""
     check_http_arguments(arguments)
+    check_deployment_arguments(arguments)
     logging.basicConfig(format="qwenjax: %(levelname)s: %(message)s")
     logging.getLogger("qwenjax").setLevel(logging.INFO)  # a line every ten seconds while the engine is busy
+    if arguments.config is not None:
+        logging.getLogger("qwenjax_serving").setLevel(logging.INFO)  # workers that join and leave
+        from qwenjax_serving.launch import run_deployment  # NIXL and ZeroMQ are not needed otherwise
+
+        return run_deployment(arguments)
     with bind(arguments.host, arguments.port) as bound:
         folder = resolve(arguments.model, arguments.revision)
         engine = _engine(arguments, folder)
@@ -123,6 +146,23 @@ def check_http_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--max-body-mib is {arguments.max_body_mib}; it is above 0")
     if arguments.api_key == "":
         raise ValueError("--api-key is empty; leave it out for none")
+
+
+def check_deployment_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that would have no effect."""
+    if arguments.config is None:
+        for name in ("role", "name"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name} needs --config, a deployment file")
+        return
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    elsewhere = vars(parser.parse_args([arguments.model])) | {"max_queue": _DEFAULT_QUEUE}
+    for name, default in elsewhere.items():
+        if name not in ("model", "revision", "progress") and getattr(arguments, name) != default:
+            option, table = "--" + name.replace("_", "-"), "[router]" if name == "max_queue" else "[engine]"
+            raise ValueError(f"{option} has no effect with --config: the file's {table} says it")
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:

@@ -75,10 +75,6 @@ class Ping(Message, frozen=True):
     """The router lives."""
 
 
-class Shutdown(Message, frozen=True):
-    """Let go of everything and end."""
-
-
 class Source(Message, frozen=True):
     """A prefill worker that a decode worker may be told to read from; `gone` once it is not."""
 
@@ -214,7 +210,7 @@ class Failed(Message, frozen=True):
 
 
 ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
-ToWorker = Welcome | Rejoin | Ping | Shutdown | Source | Reserve | Prefill | Offer | Admit | Release
+ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Release
 
 
 class MessageError(ValueError):

@@ -12,7 +12,7 @@ from qwenjax.outputs import CompletionOutput, EngineStats, RequestMetrics, Reque
 from qwenjax.sampling import new_seed
 from qwenjax.sampling_params import SamplingParams, validate_for
 from qwenjax_serving.backend import BackendError, Overloaded, ServedModel
-from qwenjax_serving.protocol.messages import Grown, Prefilled, Shutdown, Work
+from qwenjax_serving.protocol.messages import Grown, Prefilled, Work
 from qwenjax_serving.protocol.sockets import RouterSocket
 from qwenjax_serving.router.router import Output, Router, RouterSettings
 
@@ -29,16 +29,8 @@ class RouterBackend:
 
     model: ServedModel
 
-    def __init__(
-        self,
-        address: str,
-        secret: bytes,
-        vocab_size: int,
-        settings: RouterSettings | None = None,
-        owns_workers: bool = False,
-    ) -> None:
-        """address: to listen on for workers, as "tcp://127.0.0.1:0". owns_workers: `aclose` ends them too."""
-        self._owns_workers = owns_workers
+    def __init__(self, address: str, secret: bytes, vocab_size: int, settings: RouterSettings | None = None) -> None:
+        """address: to listen on for workers, as "tcp://127.0.0.1:0"."""
         self.settings = settings or RouterSettings()
         self._vocab_size = vocab_size
         self._socket = RouterSocket(address, secret)
@@ -52,9 +44,13 @@ class RouterBackend:
         """That workers connect to."""
         return self._socket.address
 
-    async def ready(self) -> int:
-        """Waits for a worker of either role, and gives the tokens of the longest sequence that every worker takes."""
-        while not self.router.ready:
+    def knows(self, name: str) -> bool:
+        """Whether a worker of this name has joined."""
+        return any(worker.hello.name == name for worker in self.router.workers.values())
+
+    async def wait_for(self, names: Sequence[str] = ()) -> int:
+        """Waits for these workers, and one of either role. The tokens of the longest sequence that all of them take."""
+        while not (self.router.ready and all(self.knows(name) for name in names)):
             await asyncio.sleep(0.05)
         return min(worker.hello.max_model_len for worker in self.router.workers.values())
 
@@ -128,9 +124,6 @@ class RouterBackend:
         for request in list(self._requests.values()):
             request.fail("the server stops")
             self.abort(request.request_id)
-        if self._owns_workers:
-            for worker in self.router.workers.values():
-                self._socket.send(worker.identity, Shutdown())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

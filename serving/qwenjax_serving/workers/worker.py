@@ -24,7 +24,6 @@ from qwenjax_serving.protocol.messages import (
     Ping,
     Rejoin,
     Role,
-    Shutdown,
     Status,
     ToWorker,
     Welcome,
@@ -42,7 +41,7 @@ _LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
 
 
 class Worker(ABC):
-    """One worker. `run` ends on the router's Shutdown, on SIGTERM (once what runs has ended) or with an error."""
+    """One worker. `run` ends on SIGTERM, once what runs has ended, or with an error."""
 
     role: ClassVar[Role]
 
@@ -82,7 +81,7 @@ class Worker(ABC):
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        loop.add_signal_handler(signal.SIGTERM, self.leave)
         self.engine = AsyncEngine(self._engine)
         self.transport = NixlTransport(self.instance)
         await self.transport.start(self.staging.pages)
@@ -138,8 +137,6 @@ class Worker(ABC):
                 continue  # said to what this worker was before
             elif isinstance(message, Rejoin):
                 await self._rejoin()
-            elif isinstance(message, Shutdown):
-                self._ended.set()
             else:
                 await self.handle(message)
 
@@ -191,7 +188,8 @@ class Worker(ABC):
             self._engine.num_decode_calls,
         )
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Takes no more work, and ends once there is none."""
         self._leaving = time.monotonic()
         self.send(Leaving())
 

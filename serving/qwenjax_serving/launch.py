@@ -1,0 +1,75 @@
+"""`qwenjax serve MODEL --config FILE`: a router with its workers, the router alone, or one of the workers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.config import ModelConfig
+from qwenjax.llm import default_sampling_params
+from qwenjax.tokenizer import Tokenizer
+from qwenjax_serving.api.server import bind
+from qwenjax_serving.backend import ServedModel
+from qwenjax_serving.commands import serve
+from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment, read_secret
+from qwenjax_serving.router.backend import RouterBackend
+from qwenjax_serving.router.metrics import RouterCollector
+from qwenjax_serving.supervisor import Supervisor
+from qwenjax_serving.workers.process import run_worker
+
+
+def run_deployment(arguments: argparse.Namespace) -> int:
+    """Runs the role that the arguments name. Raises ValueError for bad input and OSError for an address."""
+    deployment, role = read_deployment(arguments.config), arguments.role or "all"
+    if role in ("prefill", "decode"):
+        plan = deployment.worker(arguments.name or f"{role}-0")
+        if plan.role != role:
+            raise ValueError(f"--name {plan.name}: {arguments.config} makes it a {plan.role} worker, not --role {role}")
+        run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision)
+        return 0
+    if arguments.name is not None:
+        raise ValueError(f"--name is for --role prefill and decode; this is --role {role}")
+    if role == "router" and deployment.address.endswith(":0"):
+        raise ValueError(f"{arguments.config}: [router] needs an address that workers can be told, tcp://HOST:PORT")
+    given = os.environ.get(SECRET_VARIABLE)
+    secret = read_secret() if role == "router" or given else secrets.token_urlsafe(32).encode()
+    with bind(arguments.host, arguments.port) as bound:
+        asyncio.run(_serve(arguments, deployment, secret, bound, with_workers=role == "all"))
+    return 0
+
+
+async def _serve(
+    arguments: argparse.Namespace, deployment: Deployment, secret: bytes, bound: socket.socket, with_workers: bool
+) -> None:
+    folder = resolve(arguments.model, arguments.revision)
+    config = ModelConfig.from_folder(folder)
+    backend = RouterBackend(deployment.address, secret, config.vocab_size, deployment.settings)
+    path = Path(arguments.config)
+    supervisor = Supervisor(arguments.model, path, deployment, backend.address, secret, arguments.revision)
+    watch = asyncio.create_task(supervisor.run(backend.knows)) if with_workers else None
+    ready = asyncio.create_task(
+        backend.wait_for([worker.name for worker in deployment.workers] if with_workers else [])
+    )
+    try:
+        await asyncio.wait([ready] if watch is None else [ready, watch], return_when=asyncio.FIRST_COMPLETED)
+        if watch is not None and watch.done():
+            watch.result()
+        backend.model = ServedModel(
+            tuple(arguments.served_model_name or [arguments.model]),
+            Tokenizer.from_folder(folder),
+            ready.result(),
+            default_sampling_params(folder),
+            int(time.time()),
+        )
+        await serve.serve_backend(arguments, backend, bound, [RouterCollector(backend.router)])
+    finally:
+        ready.cancel()
+        if watch is not None:
+            await supervisor.stop()
+            watch.cancel()

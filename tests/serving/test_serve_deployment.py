@@ -1,0 +1,140 @@
+"""`qwenjax serve --config`: all roles by one command, as users start it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwenjax import LLM
+from qwenjax_serving import cli
+from tests.conftest import FAKE_CPU_DEVICES
+from tests.generation import greedy, small_llm
+from tests.qwenjax.engine.test_handover import SIZES
+from tests.qwenjax.engine.test_speculation import with_head
+from tests.serving.test_disaggregated import ONE_OF_EACH
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("nixl")
+
+PROMPT = "the hello world and all that is in it"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_head(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    config = tmp_path_factory.mktemp("config") / "deployment.toml"
+    devices = f'env = {{ JAX_NUM_CPU_DEVICES = "{FAKE_CPU_DEVICES}" }}\n'  # for the programs that other tests compiled
+    config.write_text(ONE_OF_EACH.replace("model_parallel = 2\n", "model_parallel = 2\n" + devices) + devices)
+    command = ["serve", str(folder), "--config", str(config), "--port", "0", "--served-model-name", "small"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started = subprocess.Popen(
+        [sys.executable, "-P", "-m", "qwenjax_serving.cli", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield started
+    started.kill()
+    started.communicate()
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+@pytest.mark.slow
+def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    found = re.fullmatch(r"qwenjax: serving small on (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())
+    assert found, process.communicate()[1]
+    url = found[1]
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    llm: LLM = small_llm(folder, **{**SIZES, "num_pages": 256})
+
+    expected = llm.generate([PROMPT], greedy(30))[0].outputs[0].text
+    sizes: dict[str, Any] = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    assert client.completions.create(prompt=PROMPT, max_tokens=30, **sizes).choices[0].text == expected
+    metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    assert 'qwenjax:workers{role="decode"} 1.0' in metrics
+    assert re.search(r'qwenjax:kv_transfer_bytes_total{engine="decode-0"} [1-9]', metrics)
+    assert re.search(r'qwenjax:prefill_calls_total{engine="decode-0"} 0.0', metrics)
+
+    # A worker that is killed comes back, and the server with it.
+    (first, *_) = workers = children(process.pid)
+    assert len(workers) == 2
+    os.kill(first, signal.SIGKILL)
+    text = None
+    for _ in range(600):
+        time.sleep(0.1)
+        with contextlib.suppress(openai.InternalServerError):  # 500 and 503
+            text = client.completions.create(prompt=PROMPT, max_tokens=30, **sizes).choices[0].text
+            break
+    assert text == expected
+
+    # Told to end, it finishes what streams, and leaves no process behind.
+    stream = client.completions.create(prompt=PROMPT, max_tokens=80, stream=True, **sizes)
+    chunks, begun = list[str](), threading.Event()
+
+    def read() -> None:
+        for chunk in stream:
+            chunks.append(chunk.choices[0].text)
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(timeout=30)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    reader.join(timeout=30)
+    assert "".join(chunks) == llm.generate([PROMPT], greedy(80))[0].outputs[0].text
+    assert process.wait(timeout=30) == 0
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--role", "router"], "--role needs --config, a deployment file"),
+        (["--config", "FILE", "--page-size", "32"], "--page-size has no effect with --config: the file's [engine]"),
+        (["--config", "FILE", "--max-queue", "9"], "--max-queue has no effect with --config: the file's [router]"),
+        (["--config", "FILE", "--role", "router"], "[router] needs an address that workers can be told"),
+        (["--config", "FILE", "--role", "decode", "--name", "x"], "there is no worker 'x'"),
+        (
+            ["--config", "FILE", "--role", "decode", "--name", "prefill-0"],
+            "makes it a prefill worker, not --role decode",
+        ),
+        (["--config", "FILE", "--role", "decode"], "share a secret: set QWENJAX_SECRET"),
+        (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill and decode"),
+        (["--config", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delenv("QWENJAX_SECRET", raising=False)
+    (tmp_path / "FILE").write_text(ONE_OF_EACH)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve", "model", "--port", "0", *options]) == 2
+    assert message in capsys.readouterr().err
