@@ -1,11 +1,12 @@
-"""Times the MXFP8 grouped GEMM beside the hardware's limits and its peers, all in one run on one GPU.
+"""Times the grouped GEMM beside the hardware's limits and its peers, all in one run on one GPU.
 
     python bench/grouped_gemm.py [--shapes 30b_up ...] [--rows 1 8 64 375] [--no-peers] [--out FILE]
 
-A row a shape and number of rows an expert (every expert has as many): microseconds a call, TB/s of weights, TB/s of
-everything that must move (weights, rows read once, results), TFLOP/s, the share of the roof, and the peers' times
-over ours. The roof is the larger of bytes over the measured copy bandwidth and operations over the measured matmul
-rate. Peers: torch's `_grouped_mm` (bf16) and `_scaled_grouped_mm` (FP8, a scale a row), and `jax.lax.ragged_dot`.
+A row a shape and number of rows an expert (every expert has as many), with MXFP8 weights: microseconds a call, TB/s of
+weights, TB/s of everything that must move (weights, rows read once, results), TFLOP/s, the share of the roof, our own
+time with bf16 weights, and the peers' times over ours. The roof is the larger of bytes over the measured copy bandwidth
+and operations over the measured matmul rate. Peers: torch's `_grouped_mm` (bf16) and `_scaled_grouped_mm` (FP8, a scale
+a row), and `jax.lax.ragged_dot`.
 
 Every call reads weights that no recent call has read: the layers of a stack larger than the L2 in turn, our calls in
 a jitted loop, torch's in a CUDA graph. Times are the median of five runs, the loop's dispatch taken out by running it
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -34,9 +35,11 @@ import numpy as np
 from qwenjax_ffi import grouped_gemm_kernel as kernels
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, packed_shape
 
-LAYERS = 4
-CALLS_A_TURN = LAYERS
-SHORT, LONG = 4, 16  # turns of the loop
+L2_BYTES = 60 << 20
+CALLS = 16  # of a turn of the loop and of a CUDA graph, at least: a turn costs a few microseconds by itself
+SHORT, LONG = 2, 8  # turns of the loop
+
+Weights = Literal["mxfp8", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Shape:
     @property
     def width(self) -> int:
         return self.outputs // 2 if self.gate_up else self.outputs
+
+    @property
+    def layers(self) -> int:
+        """Of a stack of one-byte weights that is four times as large as the L2."""
+        return max(4, -(-4 * L2_BYTES // (self.groups * self.outputs * self.k)))
+
+    @property
+    def calls(self) -> list[int]:
+        """The layers that a turn's calls read."""
+        return [i % self.layers for i in range(-(-CALLS // self.layers) * self.layers)]
 
 
 SHAPES = [
@@ -81,16 +94,16 @@ def median_seconds(run: Callable[[], Any], runs: int = 5) -> float:
     return float(np.median(times))
 
 
-def seconds_a_call(call: Callable[..., jax.Array], layers: list[jax.Array], arguments: tuple[Any, ...]) -> float:
+def seconds_a_call(call: Callable[..., jax.Array], shape: Shape, arguments: tuple[Any, ...]) -> float:
     """Seconds of one call inside a jitted loop over the layers."""
-
-    def turn(_: jax.Array, results: list[jax.Array], *arguments: Any) -> list[jax.Array]:
-        return [call(layer, *arguments) for layer in layers]
+    layers = [jnp.asarray([layer], jnp.int32) for layer in shape.calls]
 
     def program(turns: int) -> Callable[..., Any]:
         def run(*arguments: Any) -> list[jax.Array]:
-            first = [call(layer, *arguments) for layer in layers]
-            return jax.lax.fori_loop(0, turns, lambda i, results: turn(i, results, *arguments), first)
+            def turn(_: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+                return [call(layer, *arguments) for layer in layers]
+
+            return jax.lax.fori_loop(0, turns, turn, turn(jnp.int32(0), []))
 
         return jax.jit(run)
 
@@ -98,7 +111,7 @@ def seconds_a_call(call: Callable[..., jax.Array], layers: list[jax.Array], argu
     for turns in (SHORT, LONG):
         compiled = program(turns)
         seconds[turns] = median_seconds(lambda compiled=compiled: jax.block_until_ready(compiled(*arguments)))
-    return (seconds[LONG] - seconds[SHORT]) / ((LONG - SHORT) * CALLS_A_TURN)
+    return (seconds[LONG] - seconds[SHORT]) / ((LONG - SHORT) * len(layers))
 
 
 def copy_bandwidth() -> float:
@@ -133,28 +146,33 @@ def matmul_rate() -> float:
     return 16 * 2 * 8192**3 / (seconds(20) - seconds(4))
 
 
-def our_seconds(shape: Shape, rows_each: int) -> float:
+def our_seconds(shape: Shape, rows_each: int, weights: Weights = "mxfp8") -> float:
     """Our kernel with balanced groups; gate/up gathers an eighth as many tokens as it has rows."""
     rows = shape.groups * rows_each
-    order: RowOrder = "gate_up" if shape.gate_up else "plain"
-    logical = (LAYERS, shape.groups, shape.outputs, shape.k)
-    # Bit 3 and 4 of each byte cleared, no element is NaN; scales of 2^-12. Random data: zeros run faster.
-    data = jax.random.bits(jax.random.key(2), packed_shape(logical, order), jnp.uint8) & jnp.uint8(0xE7)
-    weight = PackedMXFP8Weight(data.at[..., -256:].set(115), shape.outputs, shape.k, order)
+    logical = (shape.layers, shape.groups, shape.outputs, shape.k)
+    weight = random_weight(logical, "gate_up" if shape.gate_up else "plain", weights)
     sizes = jnp.full(shape.groups, rows_each, jnp.int32)
-    layers = [jnp.asarray([layer], jnp.int32) for layer in range(LAYERS)]
     if shape.gate_up:
         tokens = max(rows // 8, 1)
         x = jax.random.normal(jax.random.key(3), (tokens, shape.k), jnp.bfloat16)
         row_token = jax.random.randint(jax.random.key(4), (rows,), 0, tokens)
         return seconds_a_call(
-            lambda layer, x, r, s, w: kernels.moe_gate_up(x, r, s, w, layer), layers, (x, row_token, sizes, weight)
+            lambda layer, x, r, s, w: kernels.moe_gate_up(x, r, s, w, layer), shape, (x, row_token, sizes, weight)
         )
     x = jax.random.normal(jax.random.key(3), (rows, shape.k), jnp.bfloat16)
     factors = jax.random.uniform(jax.random.key(4), (rows,))
     return seconds_a_call(
-        lambda layer, x, s, w, f: kernels.moe_down(x, s, w, f, layer), layers, (x, sizes, weight, factors)
+        lambda layer, x, s, w, f: kernels.moe_down(x, s, w, f, layer), shape, (x, sizes, weight, factors)
     )
+
+
+def random_weight(logical: tuple[int, ...], order: RowOrder, weights: Weights) -> PackedMXFP8Weight | jax.Array:
+    """Random data: zeros run faster."""
+    if weights == "bf16":
+        return jax.random.normal(jax.random.key(2), logical, jnp.bfloat16)
+    # Bit 3 and 4 of each byte cleared, no element is NaN; scales of 2^-12.
+    data = jax.random.bits(jax.random.key(2), packed_shape(logical, order), jnp.uint8) & jnp.uint8(0xE7)
+    return PackedMXFP8Weight(data.at[..., -256:].set(115), *logical[-2:], order)
 
 
 def ragged_dot_seconds(shape: Shape, rows_each: int) -> float:
@@ -176,7 +194,8 @@ def torch_seconds(shape: Shape, rows_each: int) -> tuple[float, float]:
     x = torch.randn(rows, shape.k, device="cuda", dtype=torch.bfloat16)
     ends = torch.arange(1, shape.groups + 1, device="cuda", dtype=torch.int32) * rows_each
     weights = [
-        torch.randn(shape.groups, shape.outputs, shape.k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)
+        torch.randn(shape.groups, shape.outputs, shape.k, device="cuda", dtype=torch.bfloat16)
+        for _ in range(shape.layers)
     ]
     x8, weights8 = x.to(torch.float8_e4m3fn), [w.to(torch.float8_e4m3fn) for w in weights]
     scale_x = torch.ones(rows, device="cuda")
@@ -191,10 +210,13 @@ def torch_seconds(shape: Shape, rows_each: int) -> tuple[float, float]:
             x8, w, scale_x, scale_w, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return tuple(_graph_seconds(torch, call) for call in (bf16, fp8))  # type: ignore[return-value]
+    return graph_seconds(bf16, shape), graph_seconds(fp8, shape)
 
 
-def _graph_seconds(torch: Any, call: Callable[[int], Any], turns: int = 4) -> float:
+def graph_seconds(call: Callable[[int], Any], shape: Shape) -> float:
+    """Seconds of one torch call, of a layer, in a CUDA graph over the layers."""
+    import torch
+
     try:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -202,8 +224,8 @@ def _graph_seconds(torch: Any, call: Callable[[int], Any], turns: int = 4) -> fl
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for i in range(turns * LAYERS):
-                call(i % LAYERS)
+            for layer in shape.calls * 4:
+                call(layer)
     except RuntimeError as error:
         print(f"# a torch peer does not run: {str(error).splitlines()[0]}", file=sys.stderr)
         return float("nan")
@@ -212,7 +234,7 @@ def _graph_seconds(torch: Any, call: Callable[[int], Any], turns: int = 4) -> fl
         graph.replay()
         torch.cuda.synchronize()
 
-    return median_seconds(run) / (turns * LAYERS)
+    return median_seconds(run) / (4 * len(shape.calls))
 
 
 def measure(shape: Shape, rows_each: int, bandwidth: float, rate: float, peers: bool) -> str:
@@ -227,11 +249,11 @@ def measure(shape: Shape, rows_each: int, bandwidth: float, rate: float, peers: 
         f"{shape.name} | {rows_each} | {ours * 1e6:.1f}",
         f"{weight_bytes / ours / 1e12:.2f} | {moved / ours / 1e12:.2f} | {operations / ours / 1e12:.0f}",
         f"{roof * 1e6:.1f} | {roof / ours:.0%}",
+        f"{our_seconds(shape, rows_each, 'bf16') * 1e6:.1f}",
     ]
     if peers:
-        bf16, fp8 = torch_seconds(shape, rows_each)
-        ragged = ragged_dot_seconds(shape, rows_each)
-        cells += [f"{peer * 1e6:.0f} ({peer / ours:.2f}x)" for peer in (bf16, fp8, ragged)]
+        times = [*torch_seconds(shape, rows_each), ragged_dot_seconds(shape, rows_each)]
+        cells += [f"{peer * 1e6:.0f} ({peer / ours:.2f}x)" for peer in times]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -245,7 +267,7 @@ def environment() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the MXFP8 grouped GEMM beside its limits and peers.")
+    parser = argparse.ArgumentParser(description="Times the grouped GEMM beside its limits and peers.")
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64, 375])
     parser.add_argument("--no-peers", action="store_true")
@@ -260,7 +282,7 @@ def main() -> None:
         f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s",
         "",
     ]
-    header = "| shape | rows an expert | us | TB/s weights | TB/s all | TFLOP/s | roof us | of roof |"
+    header = "| shape | rows an expert | us | TB/s weights | TB/s all | TFLOP/s | roof us | of roof | ours bf16 us |"
     peers = not arguments.no_peers
     header += " torch bf16 us | torch FP8 us | ragged_dot us |" if peers else ""
     lines += [header, "|" + " --- |" * (header.count("|") - 1)]

@@ -3,7 +3,7 @@
 The weights are the M operand of `wgmma` and the rows of a group its N operand, so that groups of a few rows waste
 no tensor work. A persistent block runs over tiles of `tile_m` weight rows by `tile_rows` rows of one group:
 
-- one warp copies weights to shared memory, `stages` deep, 128 of k a stage;
+- one warp copies weights to shared memory, `stages` deep, `unit_k` of k a stage;
 - two warps gather the rows with cp.async into the 128-byte swizzle that wgmma reads;
 - the consumer warpgroups multiply, each its own units of 64 weight rows, or each its own stages in turn (`split_k`);
 - the epilogue applies SwiGLU or the rows' weights in float32 and stores straight to the row.
@@ -27,9 +27,8 @@ from qwenjax_kernels.schedule import WARP, TileSchedule
 from qwenjax_kernels.tiles import WARPGROUP, Epilogue, Tile
 
 GATHER_WARPS = 2
-GATHERED_ROWS = 2 * GATHER_WARPS  # in one turn
 # wgmma truncates as it accumulates: 2.4e-6 of the norm over k = 2048. Float32 results sum segments of 512 instead.
-SEGMENT_UNITS = 4
+SEGMENT_K = 512
 # Named barriers of split_k: the exchange is free to write, its sums are all there.
 EXCHANGE_FREE, EXCHANGE_FULL = 1, 2
 
@@ -41,11 +40,13 @@ class GroupedGemmSm90:
     subclass says, of `layers` layers; group_sizes int32 [groups]; row_token int32 [rows] or None; row_weight float32
     [rows] or None; layer int32 [1] or None; out bf16 or float32 [rows, width].
 
-    A subclass sets `unit_bytes`, of 64 weight rows by 128 of k in shared memory; `operand_source`, where wgmma finds
-    them; and `halves_are_neighbours`, whether fragment rows g and g + 8 of a warp are neighbouring outputs (else they
-    are as they lie, and only SwiGLU has its gate in g and its up row in g + 8).
+    A subclass sets `unit_k`, what a stage holds of k, 64 or 128; `unit_bytes`, of 64 weight rows by unit_k in shared
+    memory; `operand_source`, where wgmma finds them; and `halves_are_neighbours`, whether fragment rows g and g + 8 of
+    a warp are neighbouring outputs (else they are as they lie, and only SwiGLU has its gate in g and its up row in
+    g + 8).
     """
 
+    unit_k: int
     unit_bytes: int
     operand_source: warpgroup.OperandSource
     halves_are_neighbours: bool
@@ -72,10 +73,10 @@ class GroupedGemmSm90:
         self.tile = tile
         self.float32_out = float32_out
         fragment_rows = 2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width
-        self.row_units, self.k_units = fragments.units(fragment_rows, k)
+        self.row_units, self.k_units = -(-fragment_rows // fragments.UNIT_ROWS), -(-k // self.unit_k)
         self.m_tiles = -(-self.row_units // tile.m_units)
         self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles)
-        self.stages = tile.stages(num_groups, self.unit_bytes)
+        self.stages = tile.stages(num_groups, self.unit_bytes, self.unit_k)
         self.turn_step = tile.warpgroups if tile.split_k else 1
         self.grid = num_sms
         if self.stages < max(2, self.turn_step):
@@ -126,7 +127,7 @@ class GroupedGemmSm90:
         )
         row_layout = cute.tile_to_shape(
             warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16),
-            (self.tile.rows, fragments.UNIT_K, self.stages),
+            (self.tile.rows, self.unit_k, self.stages),
             order=(0, 1, 2),
         )
         copy, source, weight_layout = self.weight_view(weights)
@@ -270,67 +271,69 @@ class GroupedGemmSm90:
         warp: Int32,
         lane: Int32,
     ) -> None:
-        """The row producers: half a warp copies the 256 bytes of a row that belong to a stage.
+        """The row producers: a quarter or half of a warp copies the 128 or 256 bytes of a row that belong to a stage.
 
-        Two warps take four rows a turn. A 16-byte chunk is XORed with its 128-byte line modulo 8, so that a thread's
-        place in the swizzle differs between even and odd turns only.
+        Two warps take eight or four rows a turn. A 16-byte chunk is XORed with its row modulo 8, which differs, where
+        a turn takes four rows, between even and odd turns.
         """
         stage = Int32(0)
         phase = Int32(1)
-        chunk = lane % 16
-        slot = warp * 2 + lane // 16
-        turns = self.tile.rows // GATHERED_ROWS
+        lanes = self.unit_k * 2 // 16  # of a row
+        warp_rows = WARP // lanes
+        turn_rows = GATHER_WARPS * warp_rows
+        turns = self.tile.rows // turn_rows
+        chunk = lane % lanes
+        slot = warp * warp_rows + lane // lanes
         swizzled = ((chunk % 8) ^ slot) * 16
         line = rows_address + (chunk // 8) * (self.tile.rows * 128) + slot * 128
-        lines = [line + swizzled, line + (swizzled ^ 64)]
+        lines = [line + swizzled, line + (swizzled ^ (turn_rows % 8 * 16))]
+        row_stage_bytes = self.tile.rows * self.unit_k * 2
         index = block
         while index < total:
             _, _, _, first_row, rows_stop = self.schedule.locate(index, tile_end, row_end, lane)
             origins = []
             if cutlass.const_expr(tokens is not None):
-                # Lane l keeps the token of its l-th row (half a turn a row); a copy asks for it by a shuffle.
-                for word in cutlass.range_constexpr(-(-turns * 2 // WARP)):
+                # Lane l keeps the token of the warp's l-th row; a copy asks for it by a shuffle.
+                for word in cutlass.range_constexpr(-(-turns * warp_rows // WARP)):
                     own = word * WARP + lane
-                    row = first_row + own // 2 * GATHERED_ROWS + warp * 2 + own % 2
+                    row = first_row + own // warp_rows * turn_rows + warp * warp_rows + own % warp_rows
                     origin = Int32(-1)
                     if row < rows_stop:
                         origin = device.load_global(tokens + Int64(row) * 4)
                     origins.append(origin)
             for k_unit in cutlass.range(self.k_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                column = k_unit * (fragments.UNIT_K * 2) + chunk * 16
+                column = k_unit * (self.unit_k * 2) + chunk * 16
                 inside = column < self.k * 2
                 base = x + Int64(column if inside else 0)
                 if cutlass.const_expr(tokens is not None):
                     for turn in cutlass.range_constexpr(turns):
-                        token = cute.arch.shuffle_sync(origins[turn // 16], turn % 16 * 2 + lane // 16)
-                        target = lines[turn % 2] + stage * self.tile.row_stage_bytes + turn * (GATHERED_ROWS * 128)
+                        own = turn * warp_rows
+                        token = cute.arch.shuffle_sync(origins[own // WARP], own % WARP + lane // lanes)
+                        target = lines[turn % 2] + stage * row_stage_bytes + turn * (turn_rows * 128)
                         self.copy_row(base, inside, token, token, target)
                 else:
                     # 32 turns at once spill from 40 registers.
                     unrolled = math.gcd(turns, 8)
                     for several in cutlass.range(turns // unrolled, unroll=1):
                         for turn in cutlass.range_constexpr(unrolled):
-                            here = several * (unrolled * GATHERED_ROWS) + turn * GATHERED_ROWS
+                            here = several * (unrolled * turn_rows) + turn * turn_rows
                             self.copy_row(
                                 base,
                                 inside,
                                 rows_stop - 1 - (first_row + slot) - here,
                                 first_row + slot + here,
-                                lines[turn % 2] + stage * self.tile.row_stage_bytes + here * 128,
+                                lines[turn % 2] + stage * row_stage_bytes + here * 128,
                             )
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = self.advance(stage, phase, 1)
             index += self.grid
 
     @cute.jit
     def copy_row(self, base: Int64, inside: cutlass.Boolean, copies: Int32, token: Int32, target: Int32) -> None:
         """A thread's 16 bytes of a row, where `copies` is not negative; zeros past the end of k (not `inside`)."""
         address = base + Int64(token) * (self.k * 2)
-        if cutlass.const_expr(self.k % fragments.UNIT_K == 0):
+        if cutlass.const_expr(self.k % self.unit_k == 0):
             device.copy_16_if(copies, target, address)
         else:
             size = Int32(16) if inside else Int32(0)
@@ -370,6 +373,7 @@ class GroupedGemmSm90:
 
         leads = Int32(lane == 0)
         turns = (self.k_units - first_turn + (self.turn_step - 1)) // self.turn_step
+        segment_turns = SEGMENT_K // self.unit_k
         tile_stage = Int32(0)
         tile_phase = Int32(0)
         index = block
@@ -383,8 +387,8 @@ class GroupedGemmSm90:
                 sums = [cute.make_rmem_tensor_like(accumulators[0]) for _ in range(units)]
                 for unit in cutlass.range_constexpr(units):
                     sums[unit].fill(0.0)
-                for segment in cutlass.range((turns + (SEGMENT_UNITS - 1)) // SEGMENT_UNITS, unroll=1):
-                    count = cutlass.min(turns - segment * SEGMENT_UNITS, SEGMENT_UNITS)
+                for segment in cutlass.range((turns + (segment_turns - 1)) // segment_turns, unroll=1):
+                    count = cutlass.min(turns - segment * segment_turns, segment_turns)
                     stage, phase = self.multiply_units(
                         tiled_mma,
                         accumulators,
@@ -496,6 +500,8 @@ class GroupedGemmSm90:
         lane: Int32,
     ) -> None:
         """The epilogue. A thread holds fragment rows g and g + 8 of its warp, two columns in eight."""
+        if cutlass.const_expr(self.epilogue == "row_weight"):
+            self.weigh(accumulators, row_factors, lane)
         for unit in cutlass.range_constexpr(self.tile.units):
             row_unit = first_row_unit + unit
             if cutlass.const_expr(self.epilogue == "swiglu"):
@@ -509,10 +515,10 @@ class GroupedGemmSm90:
                 self.store_columns(values, out, feature, first_row, rows_stop, lane)
             else:
                 feature = row_unit * fragments.UNIT_ROWS + thread // WARP * 16
-                halves = []
-                for half in cutlass.range_constexpr(2):
-                    values = [accumulators[unit][i // 2 * 4 + half * 2 + i % 2] for i in range(self.tile.rows // 4)]
-                    halves.append(self.weighted(values, row_factors, lane))
+                halves = [
+                    [accumulators[unit][i // 2 * 4 + half * 2 + i % 2] for i in range(self.tile.rows // 4)]
+                    for half in range(2)
+                ]
                 if cutlass.const_expr(self.halves_are_neighbours):
                     self.store_pairs(halves[0], halves[1], out, feature + lane // 4 * 2, first_row, rows_stop, lane)
                 else:
@@ -522,15 +528,15 @@ class GroupedGemmSm90:
                         )
 
     @cute.jit
-    def weighted(self, values: Any, row_factors: Any, lane: Int32) -> Any:
-        """A thread's values of one fragment row (two columns in eight), times the weights of their rows."""
-        if cutlass.const_expr(self.epilogue != "row_weight"):
-            return values
+    def weigh(self, accumulators: Any, row_factors: Any, lane: Int32) -> None:
+        """Multiplies the accumulators by the weights of their rows."""
         column = (lane % 4) * 2
-        factors = [
-            cute.arch.shuffle_sync(row_factors[i // 8], i // 2 % 4 * 8 + column + i % 2) for i in range(len(values))
-        ]
-        return [value * factor for value, factor in zip(values, factors, strict=True)]
+        for i in cutlass.range_constexpr(self.tile.rows // 4):
+            factor = cute.arch.shuffle_sync(row_factors[i // 8], i // 2 % 4 * 8 + column + i % 2)
+            for unit in cutlass.range_constexpr(self.tile.units):
+                for half in cutlass.range_constexpr(2):
+                    register = i // 2 * 4 + half * 2 + i % 2
+                    accumulators[unit][register] = accumulators[unit][register] * factor
 
     @cute.jit
     def store_columns(

@@ -24,7 +24,8 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
     """weights: bf16 [(layers,) groups, width, k], or [(layers,) groups, 2 * width, k], gate rows first, for SwiGLU,
     whose width is a multiple of 8."""
 
-    unit_bytes = fragments.UNIT_ROWS * fragments.UNIT_K * 2
+    unit_k = 64  # with 128 only two stages of the largest tile fit
+    unit_bytes = fragments.UNIT_ROWS * unit_k * 2
     operand_source = warpgroup.OperandSource.SMEM
     halves_are_neighbours = False
 
@@ -36,7 +37,7 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
             layout = cute.make_layout((rows, k, stack), stride=((k, width * k, ROWS_IN_TURN * k), 1, 2 * width * k))
         else:
             layout = cute.make_layout((width, k, stack), stride=(k, 1, width * k))
-        tile = (self.tile.m_units * fragments.UNIT_ROWS, fragments.UNIT_K)
+        tile = (self.tile.m_units * fragments.UNIT_ROWS, self.unit_k)
         shared = cute.tile_to_shape(
             warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16),
             (*tile, self.stages),
@@ -55,7 +56,7 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
 
     def weight_operand(self, tiled_mma: cute.TiledMma, thread: Int32, first_unit: Int32, shared_weights: Any) -> Any:
         slice_ = tiled_mma.get_slice(thread)
-        tile = (fragments.UNIT_ROWS, fragments.UNIT_K)
+        tile = (fragments.UNIT_ROWS, self.unit_k)
         return [
             tiled_mma.make_fragment_A(
                 slice_.partition_A(cute.local_tile(shared_weights, tile, (first_unit + unit, 0, None)))
@@ -79,7 +80,7 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
         lane: Int32,
     ) -> None:
         """One lane issues the TMA copies of a stage."""
-        tile = (self.tile.m_units * fragments.UNIT_ROWS, fragments.UNIT_K)
+        tile = (self.tile.m_units * fragments.UNIT_ROWS, self.unit_k)
         tiles = cute.local_tile(weight_tensor, tile, (None, None, None))
         to_shared, from_global = cpasync.tma_partition(
             weight_copy,
@@ -129,7 +130,7 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
             cute.arch.fence_view_async_shared()
             warpgroup.fence()
             for unit in cutlass.range_constexpr(self.tile.units):
-                for step in cutlass.range_constexpr(fragments.UNIT_K // 16):
+                for step in cutlass.range_constexpr(self.unit_k // 16):
                     cute.gemm(
                         tiled_mma,
                         accumulators[unit],

@@ -22,6 +22,7 @@ from qwenjax_kernels.tiles import WARPGROUP
 class MXFP8GroupedGemmSm90(GroupedGemmSm90):
     """weights: uint8 [(layers,) groups, row units, k units, 8448]."""
 
+    unit_k = fragments.UNIT_K
     unit_bytes = fragments.UNIT_BYTES
     operand_source = warpgroup.OperandSource.RMEM
     halves_are_neighbours = True

@@ -38,19 +38,18 @@ class Tile:
         return WARPGROUP * (1 + self.warpgroups)
 
     @property
-    def row_stage_bytes(self) -> int:
-        return self.rows * fragments.UNIT_K * 2
-
-    @property
     def exchange_bytes(self) -> int:
         """Shared memory in which the warpgroups of split_k add their float32 sums."""
         return (self.warpgroups - 1) * self.units * fragments.UNIT_ROWS * self.rows * 4 if self.split_k else 0
 
-    def stages(self, num_groups: int, unit_bytes: int) -> int:
-        """As many as fit beside the group tables: the more bytes in flight, the closer to the memory's rate."""
+    def stages(self, num_groups: int, unit_bytes: int, unit_k: int) -> int:
+        """As many as fit beside the group tables: the more bytes in flight, the closer to the memory's rate.
+
+        unit_bytes: of 64 weight rows by the unit_k of a stage.
+        """
         spare = 1024 + 8 * num_groups + 512 + self.exchange_bytes  # alignment, the two tables, barriers
         budget = SHARED_BYTES - spare
-        return min(12, budget // (self.m_units * unit_bytes + self.row_stage_bytes))
+        return min(12, budget // (self.m_units * unit_bytes + self.rows * unit_k * 2))
 
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producers and of the consumers.

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from qwenjax_kernels import fragments
 from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90
 from qwenjax_kernels.grouped_gemm_sm90_mxfp8 import MXFP8GroupedGemmSm90
 from qwenjax_kernels.tiles import BF16_TILES, MXFP8_TILES, Tile
@@ -23,7 +22,7 @@ TILES = {
     weights: [Tile(rows, *fields) for rows, choices in table.items() for fields in choices]
     for weights, table in (("mxfp8", MXFP8_TILES), ("bf16", BF16_TILES))
 }
-UNIT_BYTES = {"mxfp8": fragments.UNIT_BYTES, "bf16": BF16GroupedGemmSm90.unit_bytes}
+FORMS = {"mxfp8": MXFP8GroupedGemmSm90, "bf16": BF16GroupedGemmSm90}
 
 Case = tuple[Any, ...]
 FAST: list[Case] = [
@@ -73,7 +72,7 @@ def test_compiles_to_wgmma_without_spills(case: Case, tmp_path: Path) -> None:
     # MXFP8: A from four registers, B from a shared memory descriptor; bf16: both from shared memory.
     a_operand = r"\{(%r\d+(, )?){4}\}" if weights == "mxfp8" else r"%rd\d+"
     wgmma = rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile.rows}k16\.f32\.bf16\.bf16 \{{[^}}]*\}}, {a_operand}, %rd"
-    assert len(re.findall(wgmma, ptx)) == 8 * tile.units
+    assert len(re.findall(wgmma, ptx)) == FORMS[weights].unit_k // 16 * tile.units
     if weights == "mxfp8":
         assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in ptx
         assert "mul.rn.bf16x2" in ptx
@@ -89,9 +88,10 @@ def test_compiles_to_wgmma_without_spills(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("weights", "tile"), [(w, tile) for w, tiles in TILES.items() for tile in tiles], ids=str)
 @pytest.mark.parametrize("groups", [1, 128, 512])
 def test_shared_memory_holds_two_stages(weights: str, tile: Tile, groups: int) -> None:
-    stages = tile.stages(groups, UNIT_BYTES[weights])
+    form = FORMS[weights]
+    stages = tile.stages(groups, form.unit_bytes, form.unit_k)
     assert stages >= max(2, tile.warpgroups if tile.split_k else 2)
-    a_stage = tile.m_units * UNIT_BYTES[weights] + tile.row_stage_bytes + 16
+    a_stage = tile.m_units * form.unit_bytes + tile.rows * form.unit_k * 2 + 16
     assert stages * a_stage + tile.exchange_bytes + 8 * groups <= 227 * 1024
 
 

@@ -1,0 +1,123 @@
+"""The experts of one MoE layer of Qwen3-235B at decode, by the share that a rank holds and the format of the weights.
+
+    python bench/expert_shares.py [--record expert-shares.txt]    (needs a GPU, torch, Triton and matplotlib)
+
+Every expert of a rank is active with one token; EP = 4 to 64 ranks share the 128 experts. A line a share and format:
+microseconds of the gate/up matmul, of the down matmul and of both, and the roof, weights over the measured copy
+bandwidth. Formats: bf16 (ours, and torch's `_grouped_mm`), FP8 with a scale per 128 x 128 (`fp8_block`, in Triton, its
+best of six tilings) and MXFP8 (ours). Ours includes gather, SwiGLU and routing weight; the peers are the matmul alone.
+`--record` writes the plot beside the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from grouped_gemm import SHAPES, SHARES, Shape, copy_bandwidth, graph_seconds, our_seconds
+from measure import RESULTS, header, recorded
+
+EXPERT_PARALLEL = (4, 8, 16, 32, 64)
+BYTES = {"bf16": 2.0, "bf16, torch": 2.0, "FP8 128x128, Triton": 1 + 4 / 128**2, "MXFP8": 33 / 32}
+TILINGS = [(block_n, stages) for block_n in (64, 128) for stages in (3, 4, 6)]
+
+
+def torch_bf16_seconds(shape: Shape) -> float:
+    import torch
+
+    x = torch.randn(shape.groups, shape.k, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, shape.groups + 1, device="cuda", dtype=torch.int32)
+    size = (shape.groups, shape.outputs, shape.k)
+    weights = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(shape.layers)]
+    return graph_seconds(lambda layer: torch._grouped_mm(x, weights[layer].transpose(-2, -1), offs=ends), shape)
+
+
+def fp8_block_seconds(shape: Shape) -> float:
+    import torch
+    from fp8_block import BLOCK, grouped_matmul, reference
+
+    n, k = shape.outputs, shape.k
+    x = torch.randn(shape.groups, k, device="cuda").to(torch.float8_e4m3fn)
+    x_scales = torch.rand(shape.groups, k // BLOCK, device="cuda") + 0.5
+    weights = [torch.randn(shape.groups, n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(shape.layers)]
+    scales = torch.rand(shape.groups, n // BLOCK, k // BLOCK, device="cuda") + 0.5
+    out = torch.full((shape.groups, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    grouped_matmul(x, x_scales, weights[0], scales, out)
+    expected = reference(x, x_scales, weights[0], scales)
+    error = float((out.float() - expected).norm() / expected.norm())
+    if not error < 0.01:
+        raise RuntimeError(f"the FP8 peer is wrong: normwise error {error}")
+
+    def seconds(block_n: int, stages: int) -> float:
+        call: Callable[[int], None] = lambda layer: grouped_matmul(  # noqa: E731
+            x, x_scales, weights[layer], scales, out, block_n, stages
+        )
+        return graph_seconds(call, shape)
+
+    return min(time for tiling in TILINGS if not math.isnan(time := seconds(*tiling)))
+
+
+FORMATS: dict[str, Callable[[Shape], float]] = {
+    "bf16": lambda shape: our_seconds(shape, 1, "bf16"),
+    "bf16, torch": torch_bf16_seconds,
+    "FP8 128x128, Triton": fp8_block_seconds,
+    "MXFP8": lambda shape: our_seconds(shape, 1),
+}
+
+
+def plot(times: dict[str, list[float]], roofs: dict[str, list[float]], path: Path) -> None:
+    """Microseconds of both matmuls over EP, roofs of ours dashed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, microseconds in times.items():
+        (line,) = axes.plot(EXPERT_PARALLEL, microseconds, marker="o", label=name)
+        if name in ("bf16", "MXFP8"):
+            axes.plot(EXPERT_PARALLEL, roofs[name], linestyle="--", linewidth=1, color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(EXPERT_PARALLEL, [f"EP={ranks}" for ranks in EXPERT_PARALLEL])
+    ticks = [2**i for i in range(3, 10)]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.set_ylabel("microseconds a layer, gate/up and down")
+    axes.set_title("Experts of a Qwen3-235B layer, one token each, one H200 (dashed: copy bandwidth)", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times a rank's experts at decode, by share and weight format.")
+    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME, the plot beside it")
+    arguments = parser.parse_args()
+    shapes = {shape.name: shape for shape in (*SHAPES, *SHARES)}
+    times: dict[str, list[float]] = {name: [] for name in FORMATS}
+    roofs: dict[str, list[float]] = {name: [] for name in FORMATS}
+    with recorded(arguments.record):
+        print(header("jax", "nvidia-cutlass-dsl", "torch", "triton"))
+        bandwidth = copy_bandwidth()
+        print(f"copy bandwidth: {bandwidth / 1e12:.2f} TB/s\n")
+        print(
+            f"{'share':<6} {'weights':<20} {'gate/up us':>10} {'down us':>8} {'both us':>8} {'roof us':>8}", flush=True
+        )
+        for ranks in EXPERT_PARALLEL:
+            up, down = shapes[f"235b_up_ep{ranks}"], shapes[f"235b_down_ep{ranks}"]
+            elements = sum(shape.groups * shape.outputs * shape.k for shape in (up, down))
+            for name, seconds in FORMATS.items():
+                of_up, of_down = seconds(up) * 1e6, seconds(down) * 1e6
+                times[name].append(of_up + of_down)
+                roofs[name].append(elements * BYTES[name] / bandwidth * 1e6)
+                print(
+                    f"EP={ranks:<3} {name:<20} {of_up:>10.1f} {of_down:>8.1f} {of_up + of_down:>8.1f} "
+                    f"{roofs[name][-1]:>8.1f}",
+                    flush=True,
+                )
+    if arguments.record:
+        plot(times, roofs, (RESULTS / arguments.record).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
