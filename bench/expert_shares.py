@@ -1,26 +1,28 @@
 """The experts of one MoE layer of Qwen3-235B at decode, by the share that a rank holds and the format of the weights.
 
-    python bench/expert_shares.py [--record expert-shares.txt]    (needs a GPU, torch, Triton and matplotlib)
+    python bench/expert_shares.py [--formats MXFP8 ...] [--record expert-shares.txt]    (a GPU, torch and Triton)
+    python bench/expert_shares.py --plot bench/results/expert-shares.txt                (matplotlib)
 
 Every expert of a rank is active with one token; EP = 4 to 64 ranks share the 128 experts. A line a share and format:
 microseconds of the gate/up matmul, of the down matmul and of both, and the roof, weights over the measured copy
 bandwidth. Formats: bf16 (ours, and torch's `_grouped_mm`), FP8 with a scale per 128 x 128 (`fp8_block`, in Triton, its
 best of six tilings) and MXFP8 (ours). Ours includes gather, SwiGLU and routing weight; the peers are the matmul alone.
-`--record` writes the plot beside the text.
+`--plot` draws what such runs printed, as PNG beside the text.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from grouped_gemm import SHAPES, SHARES, Shape, copy_bandwidth, graph_seconds, our_seconds
-from measure import RESULTS, header, recorded
+from measure import header, recorded
 
-EXPERT_PARALLEL = (4, 8, 16, 32, 64)
-BYTES = {"bf16": 2.0, "bf16, torch": 2.0, "FP8 128x128, Triton": 1 + 4 / 128**2, "MXFP8": 33 / 32}
+EXPERT_PARALLEL = (64, 32, 16, 8, 4)
+BYTES = {"bf16": 2.0, "bf16-torch": 2.0, "FP8-128x128-Triton": 1 + 4 / 128**2, "MXFP8": 33 / 32}
 TILINGS = [(block_n, stages) for block_n in (64, 128) for stages in (3, 4, 6)]
 
 
@@ -61,22 +63,27 @@ def fp8_block_seconds(shape: Shape) -> float:
 
 FORMATS: dict[str, Callable[[Shape], float]] = {
     "bf16": lambda shape: our_seconds(shape, 1, "bf16"),
-    "bf16, torch": torch_bf16_seconds,
-    "FP8 128x128, Triton": fp8_block_seconds,
+    "bf16-torch": torch_bf16_seconds,
+    "FP8-128x128-Triton": fp8_block_seconds,
     "MXFP8": lambda shape: our_seconds(shape, 1),
 }
 
 
-def plot(times: dict[str, list[float]], roofs: dict[str, list[float]], path: Path) -> None:
-    """Microseconds of both matmuls over EP, roofs of ours dashed."""
+def plot(text: Path) -> None:
+    """Microseconds of both matmuls over EP, the roofs of ours dashed, from the lines that runs printed."""
     from matplotlib.figure import Figure
 
+    found = re.findall(r"^EP=(\d+) +(\S+) +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+)$", text.read_text(), re.M)
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
-    for name, microseconds in times.items():
-        (line,) = axes.plot(EXPERT_PARALLEL, microseconds, marker="o", label=name)
+    for name in FORMATS:
+        points = sorted((int(ranks), float(both), float(roof)) for ranks, line, both, roof in found if line == name)
+        if not points:
+            continue
+        ranks, both, roofs = zip(*points, strict=True)
+        (line,) = axes.plot(ranks, both, marker="o", label=name)
         if name in ("bf16", "MXFP8"):
-            axes.plot(EXPERT_PARALLEL, roofs[name], linestyle="--", linewidth=1, color=line.get_color())
+            axes.plot(ranks, roofs, linestyle="--", linewidth=1, color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(EXPERT_PARALLEL, [f"EP={ranks}" for ranks in EXPERT_PARALLEL])
@@ -86,16 +93,19 @@ def plot(times: dict[str, list[float]], roofs: dict[str, list[float]], path: Pat
     axes.set_title("Experts of a Qwen3-235B layer, one token each, one H200 (dashed: copy bandwidth)", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(text.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times a rank's experts at decode, by share and weight format.")
-    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME, the plot beside it")
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=[*FORMATS])
+    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is in FILE, beside it; measure nothing")
     arguments = parser.parse_args()
+    if arguments.plot:
+        plot(arguments.plot)
+        return
     shapes = {shape.name: shape for shape in (*SHAPES, *SHARES)}
-    times: dict[str, list[float]] = {name: [] for name in FORMATS}
-    roofs: dict[str, list[float]] = {name: [] for name in FORMATS}
     with recorded(arguments.record):
         print(header("jax", "nvidia-cutlass-dsl", "torch", "triton"))
         bandwidth = copy_bandwidth()
@@ -103,20 +113,14 @@ def main() -> None:
         print(
             f"{'share':<6} {'weights':<20} {'gate/up us':>10} {'down us':>8} {'both us':>8} {'roof us':>8}", flush=True
         )
-        for ranks in EXPERT_PARALLEL:
-            up, down = shapes[f"235b_up_ep{ranks}"], shapes[f"235b_down_ep{ranks}"]
-            elements = sum(shape.groups * shape.outputs * shape.k for shape in (up, down))
-            for name, seconds in FORMATS.items():
-                of_up, of_down = seconds(up) * 1e6, seconds(down) * 1e6
-                times[name].append(of_up + of_down)
-                roofs[name].append(elements * BYTES[name] / bandwidth * 1e6)
-                print(
-                    f"EP={ranks:<3} {name:<20} {of_up:>10.1f} {of_down:>8.1f} {of_up + of_down:>8.1f} "
-                    f"{roofs[name][-1]:>8.1f}",
-                    flush=True,
-                )
-    if arguments.record:
-        plot(times, roofs, (RESULTS / arguments.record).with_suffix(".png"))
+        for name in arguments.formats:
+            for ranks in EXPERT_PARALLEL:
+                up, down = shapes[f"235b_up_ep{ranks}"], shapes[f"235b_down_ep{ranks}"]
+                of_up, of_down = (FORMATS[name](shape) * 1e6 for shape in (up, down))
+                elements = sum(shape.groups * shape.outputs * shape.k for shape in (up, down))
+                roof = elements * BYTES[name] / bandwidth * 1e6
+                print(f"EP={ranks:<3} {name:<20} {of_up:>10.1f} {of_down:>8.1f} {of_up + of_down:>8.1f} {roof:>8.1f}")
+                print(end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from qwenjax_ffi import grouped_gemm_kernel as kernels
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, packed_shape
 
 L2_BYTES = 60 << 20
-CALLS = 16  # of a turn of the loop and of a CUDA graph, at least: a turn costs a few microseconds by itself
+MIN_LAYERS = 16  # calls of a turn of the loop, which costs a few microseconds by itself
 SHORT, LONG = 2, 8  # turns of the loop
 
 Weights = Literal["mxfp8", "bf16"]
@@ -58,13 +58,11 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Of a stack of one-byte weights that is four times as large as the L2."""
-        return max(4, -(-4 * L2_BYTES // (self.groups * self.outputs * self.k)))
+        """Of a stack of one-byte weights that is four times as large as the L2.
 
-    @property
-    def calls(self) -> list[int]:
-        """The layers that a turn's calls read."""
-        return [i % self.layers for i in range(-(-CALLS // self.layers) * self.layers)]
+        A turn calls each layer once: XLA makes one call of two that are alike.
+        """
+        return max(MIN_LAYERS, -(-4 * L2_BYTES // (self.groups * self.outputs * self.k)))
 
 
 SHAPES = [
@@ -96,7 +94,7 @@ def median_seconds(run: Callable[[], Any], runs: int = 5) -> float:
 
 def seconds_a_call(call: Callable[..., jax.Array], shape: Shape, arguments: tuple[Any, ...]) -> float:
     """Seconds of one call inside a jitted loop over the layers."""
-    layers = [jnp.asarray([layer], jnp.int32) for layer in shape.calls]
+    layers = [jnp.asarray([layer], jnp.int32) for layer in range(shape.layers)]
 
     def program(turns: int) -> Callable[..., Any]:
         def run(*arguments: Any) -> list[jax.Array]:
@@ -150,28 +148,35 @@ def our_seconds(shape: Shape, rows_each: int, weights: Weights = "mxfp8") -> flo
     """Our kernel with balanced groups; gate/up gathers an eighth as many tokens as it has rows."""
     rows = shape.groups * rows_each
     logical = (shape.layers, shape.groups, shape.outputs, shape.k)
-    weight = random_weight(logical, "gate_up" if shape.gate_up else "plain", weights)
-    sizes = jnp.full(shape.groups, rows_each, jnp.int32)
-    if shape.gate_up:
-        tokens = max(rows // 8, 1)
-        x = jax.random.normal(jax.random.key(3), (tokens, shape.k), jnp.bfloat16)
-        row_token = jax.random.randint(jax.random.key(4), (rows,), 0, tokens)
-        return seconds_a_call(
-            lambda layer, x, r, s, w: kernels.moe_gate_up(x, r, s, w, layer), shape, (x, row_token, sizes, weight)
+    order: RowOrder = "gate_up" if shape.gate_up else "plain"
+    tokens = max(rows // 8, 1) if shape.gate_up else rows
+
+    @jax.jit
+    def made() -> tuple[Any, ...]:
+        weight, x, tokens_or_factors = (jax.random.key(seed) for seed in range(3))
+        return (
+            random_weight(weight, logical, order, weights),
+            jnp.full(shape.groups, rows_each, jnp.int32),
+            jax.random.normal(x, (tokens, shape.k), jnp.bfloat16),
+            jax.random.randint(tokens_or_factors, (rows,), 0, tokens),
+            jax.random.uniform(tokens_or_factors, (rows,)),
         )
-    x = jax.random.normal(jax.random.key(3), (rows, shape.k), jnp.bfloat16)
-    factors = jax.random.uniform(jax.random.key(4), (rows,))
-    return seconds_a_call(
-        lambda layer, x, s, w, f: kernels.moe_down(x, s, w, f, layer), shape, (x, sizes, weight, factors)
-    )
+
+    def call(layer: jax.Array, w: Any, sizes: Any, x: Any, row_token: Any, factors: Any) -> jax.Array:
+        if shape.gate_up:
+            return kernels.moe_gate_up(x, row_token, sizes, w, layer)
+        return kernels.moe_down(x, sizes, w, factors, layer)
+
+    return seconds_a_call(call, shape, made())
 
 
-def random_weight(logical: tuple[int, ...], order: RowOrder, weights: Weights) -> PackedMXFP8Weight | jax.Array:
+def random_weight(key: jax.Array, logical: tuple[int, ...], order: RowOrder, weights: Weights) -> Any:
     """Random data: zeros run faster."""
     if weights == "bf16":
-        return jax.random.normal(jax.random.key(2), logical, jnp.bfloat16)
+        bits = jax.random.bits(key, logical, jnp.uint16) & jnp.uint16(0xBFFF)  # below 2
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
     # Bit 3 and 4 of each byte cleared, no element is NaN; scales of 2^-12.
-    data = jax.random.bits(jax.random.key(2), packed_shape(logical, order), jnp.uint8) & jnp.uint8(0xE7)
+    data = jax.random.bits(key, packed_shape(logical, order), jnp.uint8) & jnp.uint8(0xE7)
     return PackedMXFP8Weight(data.at[..., -256:].set(115), *logical[-2:], order)
 
 
@@ -224,7 +229,7 @@ def graph_seconds(call: Callable[[int], Any], shape: Shape) -> float:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for layer in shape.calls * 4:
+            for layer in [*range(shape.layers)] * 4:
                 call(layer)
     except RuntimeError as error:
         print(f"# a torch peer does not run: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -234,7 +239,7 @@ def graph_seconds(call: Callable[[int], Any], shape: Shape) -> float:
         graph.replay()
         torch.cuda.synchronize()
 
-    return median_seconds(run) / (4 * len(shape.calls))
+    return median_seconds(run) / (4 * shape.layers)
 
 
 def measure(shape: Shape, rows_each: int, bandwidth: float, rate: float, peers: bool) -> str:
