@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import blackwell_packing
-from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight
+from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight, Weight, select_layer
 from qwenjax_kernels import fragments
 
 RowOrder = Literal["plain", "gate_up"]
@@ -171,15 +171,22 @@ def unpack(packed: PackedMXFP8Weight) -> MXFP8Weight:
 
 @functools.partial(jax.jit, donate_argnames="packed")
 def pack_into(packed: PackedMXFP8Weight, weight: MXFP8Weight, layer: jax.Array) -> PackedMXFP8Weight:
-    """Packs one layer's weight [groups, out, in] into a stack [layers, groups, ...], which is donated.
+    """Packs one layer's weight, [groups, out, in] or [out, in], into a stack [layers, ...], which is donated.
 
     layer: int32 scalar. Filling an `empty_packed` stack so, as the layers are read, never holds more than one layer
-    beside the stack.
+    beside the stack: groups are packed one after the other, since packing takes twice the memory of what it packs.
     """
-    one = pack(weight, packed.row_order, packed.layout)
     if weight.shape != packed.shape[1:]:
         raise ValueError(f"a layer of shape {weight.shape} does not fit a stack of shape {packed.shape}")
-    return replace(packed, data=jax.lax.dynamic_update_index_in_dim(packed.data, one.data, layer, 0))
+
+    def pack_group(group: jax.Array, data: jax.Array) -> jax.Array:
+        one = pack(select_layer(weight, group), packed.row_order, packed.layout).data
+        return jax.lax.dynamic_update_slice(data, one[None, None], (layer, group, 0, 0, 0))
+
+    if weight.ndim == 2:
+        one = pack(weight, packed.row_order, packed.layout).data
+        return replace(packed, data=jax.lax.dynamic_update_index_in_dim(packed.data, one, layer, 0))
+    return replace(packed, data=jax.lax.fori_loop(0, weight.shape[0], pack_group, packed.data))
 
 
 def _round_up(value: int, multiple: int) -> int:
