@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qwenjax.checkpoint.load import with_mxfp8
 from qwenjax.checkpoint.mapping import all_pieces
-from qwenjax.checkpoint.packed import packs_here, row_order
+from qwenjax.checkpoint.packed import default_activation_format, layout_for, packs_here, row_order
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.model import abstract_model
 from qwenjax.quant.mxfp8 import MXFP8
 from qwenjax.quant.names import KINDS, kind_of
 from qwenjax.sharded_model import ShardedModel, by_name, from_names
-from qwenjax_ffi.packing import empty_packed, pack_into
+from qwenjax_ffi.packing import PackedLayout, empty_packed, pack_into
 from qwenjax_ffi.weights import MXFP8Weight
 
 _STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
@@ -30,16 +30,18 @@ def random_weights(
     """A model of `config` on the first device; quantization "mxfp8" quantises, and where the kernels run packs, what
     load_model does. One layer of one parameter at a time is held beside the model."""
     mesh = make_mesh()
-    graphdef, abstract = abstract_model(config, mesh, dtype)
-    if quantization:
-        abstract = with_mxfp8(abstract, {p.parameter for p in all_pieces(config) if kind_of(p.source) in KINDS})
+    names = {piece.parameter for piece in all_pieces(config) if quantization and kind_of(piece.source) in KINDS}
+    kept_as = default_activation_format(dtype, names)
+    graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
+    abstract = with_mxfp8(abstract, names)
+    packed = layout_for(kept_as) if packs_here(dtype, kept_as) else None
     leaves = {}
     for index, (name, leaf) in enumerate(by_name(abstract).items()):
         key = jax.random.fold_in(jax.random.key(seed), index)
         if name.rsplit(".", 1)[-1].endswith("norm"):
             leaves[name] = jnp.ones(leaf.shape, leaf.dtype)
         elif isinstance(leaf, MXFP8Weight):
-            leaves[name] = _quantised(leaf, name, key, packs_here(dtype))
+            leaves[name] = _quantised(leaf, name, key, packed)
         else:
             leaves[name] = _plain(leaf.shape, leaf.dtype, key)
     # Of the mesh, as load_model's are: programs would compile anew for results that are.
@@ -54,10 +56,10 @@ def _plain(shape: tuple[int, ...], dtype: jnp.dtype, key: jax.Array) -> jax.Arra
     return stack if len(shape) > 2 else _normal(key, shape, dtype)
 
 
-def _quantised(leaf: MXFP8Weight, name: str, key: jax.Array, packed: bool) -> object:
+def _quantised(leaf: MXFP8Weight, name: str, key: jax.Array, packed: PackedLayout | None) -> object:
     layers, *shape = leaf.shape
     stack = (
-        empty_packed(leaf.shape, row_order(name))
+        empty_packed(leaf.shape, row_order(name), packed)
         if packed
         else MXFP8Weight(jnp.zeros(leaf.shape, leaf.elements.dtype), jnp.zeros(leaf.scales.shape, jnp.uint8))
     )
