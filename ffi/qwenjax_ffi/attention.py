@@ -9,6 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi.attention_gathered import gathered_attention, unavailable
+from qwenjax_ffi.implementation import Implementation, choose
+
 _MASKED = -1e30  # far below any score, and finite: a row of padding has no key at all and must not become NaN
 
 
@@ -34,14 +37,18 @@ def paged_attention(
     page_table: jax.Array,
     positions: jax.Array,
     layer: jax.Array | int,
+    *,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal grouped-query attention of each query over the cached positions up to and with its own.
 
     q: [batch, tokens, q_heads, head_dim], q_heads a multiple of kv_heads; caches: [layers, pages, kv_heads, page_size,
     head_dim]; page_table: int32 [batch, max_pages]; positions: int32 [batch, tokens], -1 for padding (the result
     there is finite and means nothing). Scores are scaled by head_dim^-0.5; scores, softmax and sums in float32.
-    Returns [batch, tokens, q_heads, head_dim] of q's dtype.
+    Returns [batch, tokens, q_heads, head_dim] of q's dtype. The kernel is cuDNN's attention over copies of the pages.
     """
+    if choose("paged_attention", implementation, unavailable(q, k_cache)) == "kernel":
+        return gathered_attention(q, k_cache, v_cache, page_table, positions, layer)
     batch, tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[3]
     layer = jnp.asarray(layer, jnp.int32).reshape(())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +56,14 @@ class Lanes:
     want_logprobs: jax.Array
 
 
+@cache
 def chunk_columns(config: EngineConfig, length: int) -> Columns:
     one = ("start", "count", "slot", "first", "last", "prompt_len", "end_length", "speculates", "want", "want_prompt")
     widths = dict.fromkeys(one, 1) | {"tokens": length + 1, "page_table": config.max_pages}
     return Columns(widths | sampling_widths())
 
 
+@cache
 def lane_columns(config: EngineConfig) -> Columns:
     return Columns({"keep": 1, "grown_from": 1, "num_steps": 1, "want": 1, "grown": config.max_growth})
 
@@ -87,11 +90,11 @@ def prefill_table(
         job, own = row.job, sampling_row(row)
         placed = (row.start, row.count, row.slot, row.first, row.last)
         values = (*placed, own.prompt_len, job.end_length, own.params.speculation)
-        table[row.index, : len(values)] = values
-        tokens[row.index, : len(part)] = part
-        page_table[row.index, : len(row.pages)] = row.pages
+        table[row.place, : len(values)] = values
+        tokens[row.place, : len(part)] = part
+        page_table[row.place, : len(row.pages)] = row.pages
         if row.first or row.last:
-            sampling[row.index] = own
+            sampling[row.place] = own
     put_sampling(columns, table, sampling)
     return table
 
@@ -128,14 +131,14 @@ def decode_table(config: EngineConfig, ranks: int, call: Decode, want: bool) -> 
     table = columns.table(ranks * call.batch)
     columns.one(table, "num_steps")[:] = call.num_steps
     columns.one(table, "want")[:] = want
-    columns.one(table, "keep")[[lane.index for lane in call.lanes]] = 1
+    columns.one(table, "keep")[[lane.place for lane in call.lanes]] = 1
     grown = columns.of(table, "grown")
     grown[:] = -1
     grown_from = columns.one(table, "grown_from")
     for lane in call.lanes:
         if lane.grown:
-            grown_from[lane.index] = lane.grown_from
-            grown[lane.index, : len(lane.grown)] = lane.grown
+            grown_from[lane.place] = lane.grown_from
+            grown[lane.place, : len(lane.grown)] = lane.grown
     return table
 
 

@@ -357,13 +357,13 @@ class Engine:
                 continue
             request = sequence.request
             if sequence.asks_prompt_logprobs:
-                self._add_prompt_logprobs(request, row.start, row.count, _at(found["prompt_logprobs"], row.index))
+                self._add_prompt_logprobs(request, row.start, row.count, _at(found["prompt_logprobs"], row.place))
                 changed[request.request_id] = request
             if row.last:
                 if sequence.output.index == 0 and not sequence.output.token_ids:
                     self._prompt_tokens += sequence.prompt_len
                     self._cached_prompt_tokens += request.num_cached_tokens
-                self._append(sequence, int(found["tokens"][row.index]), _logprobs_at(found, row.index), now)
+                self._append(sequence, int(found["tokens"][row.place]), _logprobs_at(found, row.place), now)
                 changed[request.request_id] = request
                 self._prefilled(sequence, row, found)
         return changed
@@ -379,7 +379,7 @@ class Engine:
             if sequence is None:  # ended by the call before, or aborted
                 continue
             speculated = call.num_drafts > 0 and sequence.request.params.speculation
-            steps = tokens[lane.index]
+            steps = tokens[lane.place]
             if steps[0][0] < 0:  # would wait for ever
                 request_id = sequence.request.request_id
                 raise RuntimeError(f"request {request_id!r}: the device ended it and the host did not")
@@ -388,7 +388,7 @@ class Engine:
                 for position, token in enumerate(row):
                     if token < 0 or sequence.output.finished:
                         break
-                    self._append(sequence, token, _logprobs_at(found, (step, position, lane.index)), now)
+                    self._append(sequence, token, _logprobs_at(found, (step, position, lane.place)), now)
                     count += 1
                 if count and speculated:
                     for stats in (self.speculation, sequence.request.speculation):

@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.pages import Block, PagePool, block_keys
@@ -67,11 +68,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens start to start + count of a job, in row `index` of a prefill call. first: of this stay in its slot; last:
+    """Tokens start to start + count of a job, in row `place` of a prefill call. first: of this stay in its slot; last:
     it draws a token. pages: the job's, at the time."""
 
     job: Job
-    index: int
+    place: int
     slot: int
     start: int
     count: int
@@ -90,12 +91,11 @@ class Prefill:
         return list({row.job.order: row.job for row in self.rows}.values())
 
 
-@dataclass(frozen=True)
-class Lane:
-    """A job in column `index` of a decode call, with the pages it is given for it, from place `grown_from` on."""
+class Lane(NamedTuple):
+    """A job in column `place` of a decode call, with the pages it is given for it, from place `grown_from` on."""
 
     job: Job
-    index: int
+    place: int
     grown_from: int
     grown: Sequence[int]
 
@@ -297,9 +297,9 @@ class Scheduler:
                     continue
                 start = job.num_prefilled
                 count = min(length, job.target - start)
-                index = job.rank * per_rank + used[job.rank]
+                place = job.rank * per_rank + used[job.rank]
                 first, last = start == job.num_cached, start + count == job.target
-                rows.append(Row(job, index, job.slot, start, count, first, last, job.pages))
+                rows.append(Row(job, place, job.slot, start, count, first, last, job.pages))
                 used[job.rank] += 1
                 job.num_prefilled += count
                 served[job.order] = job
@@ -341,38 +341,44 @@ class Scheduler:
         num_drafts = config.num_speculative_tokens if drafts else 0
         alone = not self.waiting and not self.prefilling
         num_steps = min(config.num_steps, max(job.max_left for job in drawing)) if alone else 1
-        if num_steps > 1 and any(self._missing(rank, drawing, num_steps * (num_drafts + 1)) for rank in self._ranks):
+        growth = self._growth(drawing, num_steps * (num_drafts + 1))
+        if num_steps > 1 and any(self._missing(rank, growth) for rank in self._ranks):
             num_steps = 1  # rather than that one has to leave
+            growth = self._growth(drawing, num_drafts + 1)
         for rank in self._ranks:
-            while self._missing(rank, drawing, num_steps * (num_drafts + 1)):
+            while self._missing(rank, growth):
                 youngest = max(self.running(rank), key=lambda job: job.order)
                 self._leave(youngest)
                 self.add(youngest)
                 preempted.append(youngest)
                 self.num_preemptions += 1
-                drawing = [job for job in drawing if job is not youngest]
-        if not drawing:
+                growth = [(job, count) for job, count in growth if job is not youngest]
+        if not growth:
             return None
-        highest = max(job.slot for job in drawing)
+        highest = max(job.slot for job, _ in growth)
         batch = next(size for size in config.decode_batches if size > highest)
-        lanes = [self._lane(job, batch, num_steps * (num_drafts + 1)) for job in drawing]
-        return Decode(batch, num_drafts, num_steps, lanes)
+        return Decode(batch, num_drafts, num_steps, [self._lane(job, batch, count) for job, count in growth])
 
     @property
     def _ranks(self) -> range:
         return range(len(self.pools))
 
-    def _growth(self, job: Job, most: int) -> int:
-        """Pages that a job lacks for drawing `most` more tokens: the newest of them is not run."""
-        longest = min(len(job.tokens) + job.drawing_max - 1 + most, job.end_length - 1)
-        return max(0, self.config.pages_for(longest) - len(job.pages))
+    def _growth(self, jobs: Sequence[Job], most: int) -> list[tuple[Job, int]]:
+        """The pages that each job lacks for drawing `most` more tokens: the newest of them is not run."""
+        size = self.config.page_size
+        found = []
+        for job in jobs:
+            longest = min(len(job.tokens) + job.drawing_max - 1 + most, job.end_length - 1)
+            found.append((job, max(0, -(-longest // size) - len(job.pages))))
+        return found
 
-    def _missing(self, rank: int, jobs: Iterable[Job], most: int) -> bool:
-        wanted = sum(self._growth(job, most) for job in jobs if job.rank == rank)
-        return wanted > self.pools[rank].num_available
+    def _missing(self, rank: int, growth: Iterable[tuple[Job, int]]) -> bool:
+        """Whether a rank has fewer pages than its jobs are to grow by."""
+        return sum(count for job, count in growth if job.rank == rank) > self.pools[rank].num_available
 
-    def _lane(self, job: Job, batch: int, most: int) -> Lane:
+    def _lane(self, job: Job, batch: int, growth: int) -> Lane:
         before = len(job.pages)
-        if growth := self._growth(job, most):
-            job.pages = job.pages + self.pools[job.rank].take(growth)
-        return Lane(job, job.rank * batch + job.slot, before, job.pages[before:])
+        grown = self.pools[job.rank].take(growth) if growth else ()
+        if grown:
+            job.pages = [*job.pages, *grown]
+        return Lane(job, job.rank * batch + job.slot, before, grown)

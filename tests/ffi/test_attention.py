@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from qwenjax_ffi.attention import causal_attention, paged_attention, write_pages
+from qwenjax_ffi.attention_gathered import gathered_attention, run_lengths
+from qwenjax_ffi.implementation import KernelUnavailableError
 
 LAYERS, PAGES, PAGE, MAX_PAGES = 2, 11, 4, 3
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 16
@@ -118,3 +121,63 @@ def test_query_heads_share_kv_heads_in_order(q_heads: int) -> None:
     out = np.asarray(CAUSAL(Q[:, :, :q_heads], K, v, np.maximum(POSITIONS, 0)))
     expected = np.arange(q_heads) // (q_heads // KV_HEADS)
     np.testing.assert_allclose(out, np.broadcast_to(expected[:, None], out.shape), atol=1e-6)
+
+
+GATHERED = jax.jit(partial(gathered_attention, implementation="xla"))
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf, 1e30])
+def test_gathered_pages_give_the_same_and_stale_ones_do_not_leak(fill: float) -> None:
+    out = GATHERED(Q, *filled_caches(fill), TABLE, POSITIONS, 1)
+    assert_equal_where_valid(out, brute_force(Q, K, V, POSITIONS), POSITIONS)
+    last = np.array(LENGTHS, np.int32)[:, None] - 1
+    out = GATHERED(Q[:, :1], *filled_caches(fill), TABLE, last, np.array([1], np.int32))
+    assert_equal_where_valid(out, brute_force(Q[:, :1], K, V, last), last)
+    idle = np.array([[9], [-1], [-1]], np.int32)
+    out = GATHERED(Q[:, :1], *filled_caches(fill), TABLE, idle, 1)
+    assert_equal_where_valid(out, brute_force(Q[:, :1], K, V, idle), idle)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 80])
+@pytest.mark.parametrize("newest", [900, 1023, 1024, 4000])
+def test_gathered_runs_hold_the_longest_sequence(tokens: int, newest: int) -> None:
+    """Runs of 1,024, 2,048, 4,096 and 4,160 keys; many query rows and few, which are folded."""
+    check_against_reference(tokens, newest, np.float32, GATHERED, 1e-5)
+
+
+def check_against_reference(tokens: int, newest: int, dtype: Any, attention: Any, tolerance: float) -> None:
+    page, max_pages, batch = 64, 65, 2
+    rng = np.random.default_rng(newest)
+    table = rng.permutation(2 * max_pages).reshape(batch, max_pages).astype(np.int32)
+    shape = (2, 2 * max_pages, 2, page, 64)
+    caches = [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)]
+    q = jnp.asarray(rng.normal(size=(batch, tokens, 8, 64)), dtype)
+    ends = np.array([newest, newest // 3])
+    positions = (ends[:, None] - tokens + 1 + np.arange(tokens)).astype(np.int32)
+    positions[1, : tokens // 2] = -1
+    expected = np.asarray(
+        jax.jit(partial(paged_attention, implementation="reference"))(q, *caches, table, positions, 1)
+    )
+    out = attention(q, *caches, table, positions, 1)
+    assert_equal_where_valid(out, expected.astype(np.float32), positions, tolerance)
+
+
+def test_runs_double_up_to_the_longest_sequence() -> None:
+    assert run_lengths(640, 64) == [16, 32, 64, 128, 256, 512, 640]
+    assert run_lengths(16, 64) == [16]
+    assert run_lengths(3, 64) == [3]
+    assert run_lengths(2, 2048) == [1, 2]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN is there")
+def test_the_kernel_without_a_gpu_is_an_error_that_says_so() -> None:
+    with pytest.raises(KernelUnavailableError, match="paged_attention: no kernel here: the backend is cpu"):
+        paged_attention(Q, *filled_caches(), TABLE, POSITIONS, 1, implementation="kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 512])
+@pytest.mark.parametrize("newest", [700, 4000])
+def test_cudnn_equals_the_reference(tokens: int, newest: int) -> None:
+    kernel = jax.jit(partial(paged_attention, implementation="kernel"))
+    check_against_reference(tokens, newest, jnp.bfloat16, kernel, 2e-2)

@@ -192,13 +192,13 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     sizes, call = scheduler.config, plan.call
     if isinstance(call, Prefill):
         assert call.length in sizes.chunk_lengths
-        indices = [row.index for row in call.rows]
+        indices = [row.place for row in call.rows]
         assert max(indices) < len(scheduler.pools) * sizes.rows_per_call(call.length)
         assert all(1 <= row.count <= call.length for row in call.rows)
     else:
         assert (call.batch, call.num_drafts) in sizes.decode_variants
         assert 1 <= call.num_steps <= sizes.num_steps
-        indices = [lane.index for lane in call.lanes]
+        indices = [lane.place for lane in call.lanes]
         assert all(len(lane.grown) <= sizes.max_growth for lane in call.lanes)
         if scheduler.waiting or scheduler.prefilling:
             assert call.num_steps == 1

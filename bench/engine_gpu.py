@@ -1,0 +1,226 @@
+"""The engine on one GPU: the small model's tokens against a CPU's, and steps of Qwen3-30B-A3B's shapes.
+
+    python bench/engine_gpu.py ids [--record NAME]
+    python bench/engine_gpu.py steps [--quantization mxfp8] [--batches 1 16 64 256] [--record NAME]
+
+ids: configs/tiny draws greedily on the GPU, in float32 and bfloat16, what it draws on a CPU in float32. The rule of
+margins: where the two part, the CPU's own choice was ahead of the next by less than TOLERANCE (nats).
+
+steps: random weights, bfloat16 or quantised as they are made. Milliseconds a decode step at a context of 2,048 for each
+batch, of a program of 8 steps over slots that are put there as if their prompts had been read; prompt tokens a second
+of 8 prompts of 6,000 tokens, through the engine; and milliseconds a step through the engine at batch 64, short
+contexts, beside those of the device alone: the difference is what the host stalls. vLLM 0.26 and the roofs (4.3 TB/s)
+are of one H200, see the columns' header. Every line is printed as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.measure import header, median_seconds, recorded
+from qwenjax import LLM, SamplingParams
+from qwenjax.config import ModelConfig
+from qwenjax.engine.calls import decode_table
+from qwenjax.engine.engine import Engine, EngineConfig
+from qwenjax.engine.programs import Programs
+from qwenjax.engine.schedule import Decode, Job, Lane
+from qwenjax.sharded_model import ShardedModel
+from qwenjax.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY, LARGE = ROOT / "configs" / "tiny", ROOT / "configs" / "qwen3-30b-a3b"
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+CONTEXT, STEPS, PAGE = 2048, 8, 64
+PEERS = {  # ms a decode step by batch, prefill tokens/s: vLLM 0.26 on one H200
+    None: ({1: 4.20, 16: 12.8, 64: 20.1, 256: 31.6}, 60_800),
+    "mxfp8": ({1: 5.23, 16: 10.3, 64: 16.7, 256: 31.2}, 34_500),
+}
+ROOFS = {None: {1: 1.46, 64: 16.8, 256: 26.0}, "mxfp8": {1: 0.85, 64: 10.2, 256: 19.3}}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def greedy_outputs(dtype: str) -> list[dict[str, list[Any]]]:
+    """Tokens and by how many nats each was ahead of the next."""
+    llm = LLM(TINY, dtype=dtype, max_model_len=512, max_num_seqs=16, progress=False, num_speculative_tokens=0)
+    prompts = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()[:16]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
+    found = []
+    for output in llm.generate([prompt for prompt in prompts if prompt], params):
+        part = output.outputs[0]
+        values = [sorted((e.logprob for e in entries.values()), reverse=True) for entries in part.logprobs or []]
+        found.append({"tokens": part.token_ids, "margins": [row[0] - row[1] for row in values]})
+    return found
+
+
+def compare_ids() -> None:
+    command = [sys.executable, __file__, "ids", "--dump"]
+    on_cpu = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    expected = json.loads(on_cpu.stdout.splitlines()[-1])
+    say(f"{'dtype':>9} | tokens equal before any parting | partings | widest margin at one / tolerance")
+    for dtype, tolerance in TOLERANCE.items():
+        equal = total = partings = 0
+        widest = 0.0
+        for ours, theirs in zip(greedy_outputs(dtype), expected, strict=True):
+            pairs = list(zip(ours["tokens"], theirs["tokens"], strict=True))
+            place = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            equal, total = equal + place, total + len(pairs)
+            if place < len(pairs):
+                partings, widest = partings + 1, max(widest, theirs["margins"][place])
+        verdict = "holds" if widest < tolerance else "BROKEN"
+        say(f"{dtype:>9} | {equal:>15} of {total:<12} | {partings:>8} | {widest:.4f} / {tolerance}: {verdict}")
+
+
+def engine_config(batch: int, tokens: int, **changes: Any) -> EngineConfig:
+    """For `batch` sequences of up to `tokens` tokens."""
+    pages = -(-tokens // PAGE)
+    sizes: dict[str, Any] = {
+        "max_model_len": pages * PAGE,
+        "max_num_seqs": batch,
+        "num_pages": batch * (pages + 1) + 1,
+        "page_size": PAGE,
+        "max_num_batched_tokens": 2048,
+        "num_steps": STEPS,
+    }
+    return EngineConfig(**{**sizes, **changes})
+
+
+def decode_step_seconds(model: ShardedModel, tokenizer: Tokenizer, batch: int) -> float:
+    """Of the device, at a context of 2,048 in every slot."""
+    config = engine_config(batch, CONTEXT + 512)
+    engine = Engine(model, tokenizer, config)
+    rows = np.arange(batch * config.max_pages, dtype=np.int32).reshape(batch, -1)
+    key = jax.random.key(0)
+
+    def random_like(leaf: jax.Array) -> jax.Array:
+        return jax.jit(lambda: jax.random.normal(key, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+
+    slots, cache = engine._slots, engine._slots.cache
+    del engine
+    keys = random_like(cache.keys)
+    cache.keys.delete()
+    values = random_like(cache.values)
+    cache.values.delete()
+
+    def put(old: jax.Array, new: Any) -> jax.Array:
+        return jax.device_put(jnp.asarray(new, old.dtype), old.sharding)
+
+    slots = replace(
+        slots,
+        cache=type(cache)(keys, values),
+        page_table=put(slots.page_table, rows),
+        lengths=put(slots.lengths, np.full(batch, CONTEXT)),
+        tokens=put(slots.tokens, np.arange(batch)),
+        end_lengths=put(slots.end_lengths, np.full(batch, config.max_model_len)),
+        active=put(slots.active, np.ones(batch, bool)),
+    )
+    lanes = [Lane(Job(i, [], 0, 0), i, 0, ()) for i in range(batch)]
+    table = decode_table(config, 1, Decode(batch, 0, STEPS, lanes), False)
+    function = Programs(model.graphdef, model.mesh, config).decode[batch, 0]
+    program = function.trace(model.state, slots, table).lower().compile()
+
+    def call() -> None:
+        nonlocal slots
+        slots, drawn = program(model.state, slots, table)
+        np.asarray(drawn.tokens)
+
+    return median_seconds(call, 9) / STEPS
+
+
+def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[float, float, int]:
+    """Seconds until all prompts are read and of the rest, and decode steps of the rest."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    start, steps = time.perf_counter(), 0
+    while engine.scheduler.waiting or engine.scheduler.prefilling or (max_tokens == 1 and engine.has_unfinished):
+        engine.step()
+    prefill, start = time.perf_counter() - start, time.perf_counter()
+    while engine.has_unfinished:
+        before = len(engine._in_flight)
+        engine.step()
+        if len(engine._in_flight) >= before and isinstance(engine._in_flight[-1].call, Decode):
+            steps += engine._in_flight[-1].call.num_steps
+    return prefill, time.perf_counter() - start, steps
+
+
+def measure_steps(quantization: str | None, batches: list[int], budgets: list[int]) -> None:
+    from bench.random_weights import random_weights
+
+    start = time.perf_counter()
+    config, tokenizer = ModelConfig.from_folder(LARGE), Tokenizer.from_folder(TINY)
+    model = random_weights(config, jnp.bfloat16, quantization)
+    jax.block_until_ready(jax.tree.leaves(model.state))
+    say(f"weights: {quantization or 'bfloat16'}, made in {time.perf_counter() - start:.0f} s")
+    peers, peer_prefill = PEERS[quantization]
+    roofs = ROOFS[quantization]
+    say(f"\ndecode, context {CONTEXT}: batch | ms a step | roof | vLLM")
+    for batch in batches:
+        try:
+            seconds = decode_step_seconds(model, tokenizer, batch)
+            say(f"{batch:>29} | {seconds * 1e3:>9.2f} | {roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')}")
+        except Exception as error:  # a batch that does not fit leaves the others to be measured
+            say(f"{batch:>29} | failed: {type(error).__name__}: {str(error)[:300]}")
+        gc.collect()
+    rng = np.random.default_rng(0)
+    say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
+    for budget in budgets:
+        try:
+            engine = Engine(model, tokenizer, engine_config(8, 6200, max_num_batched_tokens=budget))
+            engine.warm_up(progress=False)
+            best = float("inf")
+            for _ in range(2):
+                engine.clear_prefix_cache()
+                prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
+                best = min(best, run_all(engine, prompts, 1)[0])
+            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
+            del engine
+        except Exception as error:
+            say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:300]}")
+        gc.collect()
+    engine = Engine(model, tokenizer, engine_config(64, 512))
+    engine.warm_up(progress=False)
+    prompts = [rng.integers(0, config.vocab_size, 64).tolist() for _ in range(64)]
+    seconds, steps = min(run_all(engine, prompts, 129)[1:] for _ in range(2))
+    milliseconds = seconds / steps * 1e3
+    say(f"\nthrough the engine, batch 64, contexts of 64 to 192: {milliseconds:.2f} ms a step over {steps} steps")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ids", "steps"])
+    parser.add_argument("--dump", action="store_true", help="print this backend's outputs as JSON")
+    parser.add_argument("--quantization", choices=["mxfp8"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
+    arguments = parser.parse_args()
+    if arguments.dump:
+        print(json.dumps(greedy_outputs("float32")))
+        return
+    with recorded(arguments.record):
+        say(header("jax", "jaxlib", "flax", "numpy"))
+        if arguments.what == "ids":
+            compare_ids()
+        else:
+            measure_steps(arguments.quantization, arguments.batches, arguments.budgets)
+
+
+if __name__ == "__main__":
+    main()
