@@ -54,7 +54,9 @@ class Ranks:
         self.driver, self.local, self.ranks = CudaDriver(), local, ranks
         alone = Rendezvous(NoStore(), "ranks", 0, 1, 10.0)
         self.memory = MappedMemory(self.driver, local, ranks, HeapLayout(ranks).num_bytes, rendezvous or alone)
-        self.streams, self.tables = {}, {}
+        self.streams: dict[int, Any] = {}
+        self.tables: dict[int, int] = {}
+        self.unarmed: dict[int, int] = {}
         self._buffers: list[int] = []
         for rank, device in local.items():
             self.driver._enter(device)
@@ -66,6 +68,8 @@ class Ranks:
             for word, address in addresses.items():
                 row[word], row[word + 1] = address & 0xFFFFFFFF, address >> 32
             self.tables[rank] = self.put(rank, row)
+            row[RANK_WORD] = 1 << 31
+            self.unarmed[rank] = self.put(rank, row)
 
     def close(self) -> None:
         self.synchronise()
@@ -100,11 +104,11 @@ class Ranks:
             self.driver._enter(self.local[rank])
             call("cuStreamSynchronize", stream)
 
-    def launch(self, compiled: Any, rank: int, *addresses: int) -> None:
-        """addresses: x, out; of the fused form x, residual, weight, out, normed."""
+    def launch(self, compiled: Any, rank: int, *addresses: int, armed: bool = True) -> None:
+        """addresses: x, out; of the fused form x, residual, weight, out, normed. Not armed: only loads the kernel."""
         self.driver._enter(self.local[rank])
         x, *others = addresses
-        compiled(self.streams[rank], x, self.tables[rank], *others)
+        compiled(self.streams[rank], x, (self.tables if armed else self.unarmed)[rank], *others)
 
 
 def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0, **settings: Any) -> Any:
