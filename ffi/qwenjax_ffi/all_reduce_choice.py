@@ -1,7 +1,9 @@
 """Which all-reduce runs for a message, by its bytes and the number of ranks.
 
-The table is predicted, not measured: by `predicted_seconds`, from the bytes that each GPU must move over NVLink and the
-latency of the steps that wait for one another. bench/all_reduce.py prints what it would be from measurements.
+For two ranks the table agrees with what was measured on two H200s (bench/results/all_reduce.txt): one-shot was the
+fastest up to 512 KiB, two-shot from there to 8 MiB, and XLA's (NCCL) at 64 MiB. For more ranks it is predicted, by
+`predicted_seconds`, from the bytes that each GPU must move over NVLink and the latency of the steps that wait for one
+another. bench/all_reduce.py prints what the table would be from measurements.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
 # What the prediction is made of. NVLink4 carries 450 GB/s each way, and NCCL gets 370 of it on two H200s; the latencies
-# are orders of magnitude that were not measured here.
+# are orders of magnitude. On two H200s calls took longer: 7.4 us at 64 KiB (predicted 3.6) and 55 us at 8 MiB (30).
 BYTES_A_SECOND = 370e9
 LAUNCH_SECONDS = 2.0e-6
 ONE_WAY_SECONDS = 1.2e-6  # a store until a peer's poll sees it
@@ -24,6 +26,9 @@ READ_SECONDS = 1.5e-6  # a peer's memory, there and back
 ONE_SHOT_LIMITS = {3: 524288, 4: 262144, 7: 131072, 14: 65536, 16: 32768}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
+# The largest message that our kernels were measured to be faster for than NCCL: 55 us against 66 on two H200s. At 64
+# MiB they took 381 us against 325: the latencies of a tile's steps hold a block back. More ranks were not measured.
+FASTER_THAN_XLA_BYTES = 8 << 20
 
 
 def choose_algorithm(num_bytes: int, ranks: int, multicast: bool) -> Algorithm:
