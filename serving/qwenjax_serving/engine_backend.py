@@ -51,7 +51,7 @@ class EngineBackend:
                     self._sequences.pop(request_id, None)
                 yield result
         except RuntimeError as error:
-            logger.error("request %s: %s", request_id, error)
+            logger.exception("request %s failed", request_id)
             raise BackendError(str(error)) from error
 
     def abort(self, request_id: str) -> None:
