@@ -1,9 +1,11 @@
 """What the server costs beside the library: tokens a second of `qwenjax serve` and of LLM.generate on the same load.
 
     python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--record NAME]
+                          [--deployment FILE]
 
 The server is a process of its own, started with the same sizes as the LLM of this one: `--streams` slots, no drafts
-(`--speculation` leaves them on). A round sends `--requests` completions of random ids, `--streams` at a time, through
+(`--speculation` leaves them on). With `--deployment` it is a router and its workers, whose CPU time counts with it; the
+file's sizes should then be these. A round sends `--requests` completions of random ids, `--streams` at a time, through
 the client of `qwenjax bench serve`, then gives the same prompts to LLM.generate: the two take turns, so that other load
 on the machine meets both, and each pays for its client in its own time. EOS is ignored; prompts of a round are new, so
 that no prefix is cached. Two ratios, served / offline, medians over rounds: of tokens a second by the clock, which is
@@ -56,9 +58,21 @@ def server(config: Path, *options: str) -> Iterator[tuple[str, int]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and all its threads so far, from Linux's /proc."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU time so far of a process and all below it, from Linux's /proc."""
+    ticks = 0
+    for one in process_tree(pid):
+        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    pids = [pid]
+    for one in pids:  # which grows while it is walked
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            pids += map(int, children.read_text().split())
+    return pids
 
 
 def main() -> None:
@@ -71,11 +85,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--speculation", action="store_true")
+    parser.add_argument("--deployment", type=Path, help="serve with router and workers; sizes are the file's")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
     sizes = ["--max-num-seqs", str(arguments.streams), "--dtype", arguments.dtype]
     drafts = [] if arguments.speculation else ["--num-speculative-tokens", "0"]
-    with server(arguments.config, *sizes, *drafts) as (url, server_pid):
+    options = ["--config", str(arguments.deployment)] if arguments.deployment else [*sizes, *drafts]
+    with server(arguments.config, *options) as (url, server_pid):
         llm = LLM(
             arguments.config,
             dtype=arguments.dtype,

@@ -1,6 +1,6 @@
 """Minutes of mixed requests, a fifth of them given up half-way: what the server holds stays level.
 
-    python bench/soak.py [--minutes 5] [--streams 16] [--record NAME] [-- further arguments of `qwenjax serve`]
+    python bench/soak.py [--minutes 5] [--streams 16] [--deployment FILE] [--record NAME]
 
 Prompts of 1 to 300 random ids, a third of them beginning alike; outputs of 1 to 100 tokens, some with several outputs,
 log-probabilities, penalties or a stop string; one request in five closes its connection after a few events, one in
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import header, recorded
-from bench.serve import server
+from bench.serve import process_tree, server
 from qwenjax_serving.bench.sse_client import HttpError, Target, events, get
 
 GROWTH = 0.05  # of resident memory, at most
@@ -44,10 +44,7 @@ class Held:
 
     @classmethod
     def by(cls, pid: int) -> Held:
-        pids = [pid]
-        for one in pids:  # which grows while it is walked
-            for children in Path(f"/proc/{one}/task").glob("*/children"):
-                pids += map(int, children.read_text().split())
+        pids = process_tree(pid)
         pages = sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in pids)
         files = sum(len(os.listdir(f"/proc/{one}/fd")) for one in pids)
         threads = sum(len(os.listdir(f"/proc/{one}/task")) for one in pids)
@@ -156,11 +153,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--deployment", type=Path, help="serve with router and workers; sizes are the file's")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
-    parser.add_argument("serve", nargs="*", metavar="ARGUMENT", help="of `qwenjax serve`, after --")
     arguments = parser.parse_args()
+    sizes = ["--dtype", arguments.dtype, "--max-num-seqs", "8"]
+    options = ["--config", str(arguments.deployment)] if arguments.deployment else sizes
     with (
-        server(arguments.config, "--dtype", arguments.dtype, "--max-num-seqs", "8", *arguments.serve) as (url, pid),
+        server(arguments.config, *options) as (url, pid),
         recorded(arguments.record),
     ):
         print(header("jax", "jaxlib", "starlette", "uvicorn", "msgspec"))
