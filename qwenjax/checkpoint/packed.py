@@ -47,8 +47,8 @@ def default_activation_format(dtype: jnp.dtype, quantised: Collection[str]) -> A
     if not quantised or not packs_here(dtype, "mxfp8"):
         return "model"
     logger.warning(
-        "The GPU is a Blackwell: the inputs of %d MXFP8 parameters are rounded to MXFP8 too, as its kernels multiply "
-        "them; activation_format='model' keeps them, without the kernels",
+        "The GPU is a Blackwell: the inputs of all linear layers are rounded to MXFP8, as the kernels of the %d MXFP8 "
+        "parameters multiply them; activation_format='model' keeps the inputs, without the kernels",
         len(quantised),
     )
     return "mxfp8"

@@ -2,7 +2,8 @@
 
 It knows what the Blackwell kernels of this project compile to: 32-lane warps that diverge and meet again, mbarriers,
 bulk copies, and the tensor instructions of `ptx_tensor_memory`. What is asynchronous on a GPU is so here: copies finish
-in any order and late, tensor instructions in order and late, warps take turns at random. Memory begins as NaN bytes.
+in any order, tensor instructions in theirs, and warps take turns, each at a speed drawn from the seed: a wait left out
+shows with some seeds, not with all. Memory begins as NaN bytes.
 Wrong addresses, registers never written, misaligned accesses, warp-wide instructions without the whole warp, and
 deadlocks are errors.
 What it cannot show: how long anything takes, the rounding of the tensor core's sums, orders between memory proxies.
@@ -14,6 +15,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -175,39 +177,46 @@ class Block(TensorMemory):
         self.copies: list[Callable[[], None]] = []
         self.warps = [Warp(index) for index in range(program.threads // LANES)]
         self.random = random.Random(seed)
+        # Of the warps, the tensor core and the copies: some do next to nothing until the others wait for them.
+        self.speeds = self.random.choices((1.0, 0.001), k=len(self.warps) + 2)
         self.executed: set[str] = set()
 
     def run(self) -> None:
         """Until every warp has exited. Raises EmulationError where none can go on."""
         while not all(warp.done for warp in self.warps):
             self.release_barrier()
-            ready = [warp for warp in self.warps if self.can_run(warp)]
-            late = self.copies or self.tensor_queue
-            if late and (not ready or self.random.random() < 0.02):
-                self.finish_something()
-            elif ready:
-                warp = self.random.choice(ready)
-                for _ in range(self.random.randint(1, 100)):
-                    if not self.can_run(warp):
-                        break
-                    self.step(warp)
-            else:
+            able: list[tuple[float, Callable[[], None]]] = [
+                (self.speeds[warp.index], partial(self.run_warp, warp)) for warp in self.warps if self.can_run(warp)
+            ]
+            if self.copies:
+                able.append((self.speeds[-1], self.finish_copy))
+            if self.tensor_queue:
+                able.append((self.speeds[-2], self.finish_tensor_instruction))
+            if not able:
                 waiting = [
                     f"warp {warp.index}: {self.program.instructions[int(warp.pcs.min())].text}"
                     for warp in self.warps
                     if not warp.done
                 ]
                 raise EmulationError("deadlock: " + "; ".join(waiting))
+            weights, actions = zip(*able, strict=True)
+            self.random.choices(actions, weights)[0]()
         if self.copies or self.tensor_queue:
             raise EmulationError("the block ended before its copies and products")
         if self.allocated is not None:
             raise EmulationError("tensor memory was not given back")
 
-    def finish_something(self) -> None:
-        if self.tensor_queue and (not self.copies or self.random.random() < 0.5):
-            self.tensor_queue.pop(0)()
-        else:
-            self.copies.pop(self.random.randrange(len(self.copies)))()
+    def run_warp(self, warp: Warp) -> None:
+        for _ in range(self.random.randint(1, 100)):
+            if not self.can_run(warp):
+                break
+            self.step(warp)
+
+    def finish_copy(self) -> None:
+        self.copies.pop(self.random.randrange(len(self.copies)))()
+
+    def finish_tensor_instruction(self) -> None:
+        self.tensor_queue.pop(0)()
 
     def release_barrier(self) -> None:
         for key in {warp.at_barrier for warp in self.warps if warp.at_barrier}:
