@@ -236,6 +236,8 @@ class GpuMesh:
 def test_ranks_that_cannot_be_mapped_run_the_reference_and_say_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pytest.importorskip("cutlass")
+
     def refuse(mesh: Any, axis_name: str) -> None:
         raise SymmetricMemoryUnavailable("device 0 cannot map the memory of device 1")
 

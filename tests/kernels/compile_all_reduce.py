@@ -1,7 +1,7 @@
 """Compiles all-reduce kernels without a GPU: `python compile_all_reduce.py '["one_shot", 2, "bfloat16", 4096, 0]' ...`.
 
-Each argument is [algorithm, ranks, dtype, elements, features of a row or 0]. The environment (CUTE_DSL_ARCH,
-CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
+Each argument is [algorithm, ranks, dtype, elements, features of a row or 0], or ["barrier"] for the kernel of a test.
+The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
 from __future__ import annotations
@@ -39,5 +39,10 @@ def lower(algorithm: Algorithm, ranks: int, dtype: str, elements: int, row: int)
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         case = json.loads(argument)
-        lower(*case)
+        if case == ["barrier"]:
+            from tests.kernels.gpu_ranks import compiled_barrier
+
+            compiled_barrier(24, 32, 2)
+        else:
+            lower(*case)
         print(f"compiled {case}", flush=True)

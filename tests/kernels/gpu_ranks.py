@@ -21,6 +21,7 @@ from cutlass import Int64
 from qwenjax_ffi.symmetric_memory_driver import CudaDriver
 from qwenjax_ffi.symmetric_memory_exchange import Rendezvous
 from qwenjax_ffi.symmetric_memory_mapping import MappedMemory
+from qwenjax_kernels import peers, signals
 from qwenjax_kernels.all_reduce import AllReduce
 from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, HeapLayout, num_words
 from tests.ffi.heap_process import FolderStore
@@ -130,6 +131,57 @@ def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0
 
     addresses = [Int64(0)] * (6 if row else 3)
     return cute.compile(fused if row else plain, cuda.CUstream(0), *addresses)
+
+
+class CountingBlock:
+    """A block that adds 1 to out[round] before each of some barriers and looks at the sum after it."""
+
+    def __init__(self, watch: signals.Watch, out: Int64, blocks: int, rounds: int) -> None:
+        self.watch, self.out, self.blocks, self.rounds = watch, out, blocks, rounds
+
+    @cute.jit
+    def count(self, thread: cutlass.Int32) -> None:
+        for i in cutlass.range_constexpr(self.rounds):
+            if thread == 0:
+                add_one(self.out + 4 * i)
+            self.watch.grid_barrier(self.blocks)
+            if thread == 63 and signals.load_word(self.out + 4 * i) != self.blocks:
+                add_one(self.out + 4 * self.rounds)
+
+
+def compiled_barrier(blocks: int, grid: int, rounds: int) -> Any:
+    """A kernel whose first `blocks` blocks count rounds between barriers: a function of (stream, table, out).
+
+    out: uint32 [rounds + 1], zeros before; out[round] is `blocks` then, and out[rounds] counts the blocks that passed
+    a barrier before all had come.
+    """
+
+    @cute.kernel
+    def kernel(table: Int64, out: Int64) -> None:
+        @cute.struct
+        class Storage:
+            bases: cute.struct.MemRange[Int64, 2]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        bases = peers.Bases(storage.bases.data_ptr().toint(), 2)
+        bases.load(table)
+        rank = peers.this_rank(table)
+        own, record = bases.base(rank), peers.failure_record(table)
+        if block < blocks:
+            watch = signals.Watch(bases, own, record, rank, Int64(1), 1, 5 * 10**9, False)
+            CountingBlock(watch, out, blocks, rounds).count(thread)
+
+    @cute.jit
+    def launch(stream: cuda.CUstream, table: Int64, out: Int64) -> None:
+        kernel(table, out).launch(grid=[grid, 1, 1], block=[64, 1, 1], stream=stream)
+
+    return cute.compile(launch, cuda.CUstream(0), Int64(0), Int64(0))
+
+
+def add_one(address: Int64) -> None:
+    cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
 def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks: int = 4) -> None:

@@ -93,6 +93,12 @@ def test_compiles_without_spills_to_system_scope_accesses(architecture: str, tmp
     check(FAST, architecture, tmp_path)
 
 
+def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release(tmp_path: Path) -> None:
+    _, (ptx,) = compile_cases([("barrier",)], "sm_90a", tmp_path)  # type: ignore[list-item]
+    assert "atom.acq_rel.gpu.global.add.u64" in ptx
+    assert "ld.acquire.sys.global.b64" in ptx
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "multicast"])

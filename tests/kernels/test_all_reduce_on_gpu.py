@@ -161,6 +161,21 @@ def test_a_rank_that_does_not_come_and_one_with_another_shape_are_failures_not_h
     both.close()
 
 
+def test_a_barrier_of_some_blocks_lets_none_pass_before_all_have_come() -> None:
+    from tests.kernels.gpu_ranks import compiled_barrier
+
+    both = make(2)
+    blocks, rounds = 24, 5
+    kernel = compiled_barrier(blocks, grid=32, rounds=rounds)
+    for repeat in range(1, 4):
+        out = both.put(0, np.zeros(rounds + 1, np.uint32))
+        kernel(both.streams[0], both.tables[0], out)
+        both.synchronise()
+        assert both.get(out, (rounds + 1,), np.uint32).tolist() == [blocks] * rounds + [0], repeat
+    both.memory.check()
+    both.close()
+
+
 def test_a_heap_gives_its_memory_back() -> None:
     from qwenjax_ffi.symmetric_memory_driver import CudaDriver
 
