@@ -11,6 +11,8 @@ rows, which is never chosen here: they run with activation_format "mxfp8" alone.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import TypeGuard
@@ -27,6 +29,8 @@ from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight, RowOrder, unpack
 from qwenjax_ffi.row_blocks import RowBlocks
 from qwenjax_ffi.weights import Weight, decode, select_layer
 from qwenjax_kernels.tiles_sm100 import choose_tile_rows
+
+logger = logging.getLogger(__name__)
 
 
 def grouped_gemm(
@@ -140,7 +144,15 @@ def _use_kernel(
     row_order: RowOrder,
 ) -> TypeGuard[PackedMXFP8Weight | jax.Array]:
     unavailable = _kernels(weight).unavailable(x, weight, row_order, activation_format)
-    return choose(op, implementation, unavailable) == "kernel"
+    chosen = choose(op, implementation, unavailable)
+    if chosen == "reference" and implementation == "auto" and jax.default_backend() == "gpu":
+        _warn_once(op, str(unavailable))
+    return chosen == "kernel"
+
+
+@functools.cache
+def _warn_once(op: str, unavailable: str) -> None:
+    logger.warning("%s runs its reference, which is slow on a GPU: %s", op, unavailable)
 
 
 def _kernels(weight: AnyWeight) -> ModuleType:

@@ -463,18 +463,20 @@ class GroupedGemmSm90:
             mine = exchange + (warpgroup_index - 1) * (self.tile.units * size * WARPGROUP * 4) + thread * 4
             cute.arch.barrier(barrier_id=EXCHANGE_FREE, number_of_threads=threads)
             for unit in cutlass.range_constexpr(self.tile.units):
-                for register in cutlass.range_constexpr(size):
-                    place = (unit * size + register) * (WARPGROUP * 4)
-                    device.store_shared_f32(mine + place, accumulators[unit][register])
+                for four in cutlass.range_constexpr(size // 4):
+                    for register in cutlass.range_constexpr(four * 4, four * 4 + 4):
+                        place = (unit * size + register) * (WARPGROUP * 4)
+                        device.store_shared_f32(mine + place, accumulators[unit][register])
             cute.arch.barrier_arrive(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
         else:
             cute.arch.barrier(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
             for other in cutlass.range_constexpr(self.tile.warpgroups - 1):
                 for unit in cutlass.range_constexpr(self.tile.units):
-                    for register in cutlass.range_constexpr(size):
-                        place = ((other * self.tile.units + unit) * size + register) * (WARPGROUP * 4)
-                        added = device.load_shared_f32(exchange + place + thread * 4)
-                        accumulators[unit][register] = accumulators[unit][register] + added
+                    for four in cutlass.range_constexpr(size // 4):
+                        for register in cutlass.range_constexpr(four * 4, four * 4 + 4):
+                            place = ((other * self.tile.units + unit) * size + register) * (WARPGROUP * 4)
+                            added = device.load_shared_f32(exchange + place + thread * 4)
+                            accumulators[unit][register] = accumulators[unit][register] + added
         self.free_exchange(warpgroup_index)
 
     @cute.jit

@@ -60,3 +60,15 @@ def test_a_kernel_asked_for_in_vain_is_an_error_that_says_why(op: str) -> None:
         call(pack(plain, order), implementation="kernel", activation_format="mxfp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="implementation is 'fast'"):
         call(plain, implementation="fast")
+
+
+def test_a_reference_that_nobody_asked_for_is_said_once_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for _ in range(2):
+        grouped_gemm(H.astype(jnp.float16), SIZES, pack(DOWN), 1)
+    grouped_gemm(H.astype(jnp.float16), SIZES, DOWN, 1, implementation="reference")
+    assert [record.message for record in caplog.records] == [
+        "grouped_gemm runs its reference, which is slow on a GPU: the rows are float16, the kernel takes bfloat16"
+    ]

@@ -222,6 +222,18 @@ def test_padding_is_neither_read_nor_written(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RANDOM)
+@pytest.mark.parametrize("tile", [Tile(8), Tile(16, 2, 1, True), Tile(128, 2, 1, True)], ids=str)
+def test_nan_in_rows_of_padding_reaches_no_result(kind: str, tile: Tile) -> None:
+    sizes, rows, k = jnp.asarray([3, 0, 70], jnp.int32), 200, 160
+    weight, h, factors = for_kernel(RANDOM[kind](25, (3, 96, k))), rows_of(26, rows, k), jnp.ones(rows, jnp.float32)
+    call = jax.jit(lambda *a: kernels.moe_down(*a, tile=tile))
+    clean = on_host(call(h, sizes, weight, factors))[:73]
+    dirty = on_host(call(h.at[73:].set(jnp.nan), sizes, weight, factors.at[73:].set(jnp.nan)))[:73]
+    assert np.isfinite(clean).all()
+    np.testing.assert_array_equal(dirty, clean)
+
+
+@pytest.mark.parametrize("kind", RANDOM)
 def test_nan_in_one_groups_weight_stays_in_that_group(kind: str) -> None:
     sizes = [5, 20, 0, 7]
     weight = RANDOM[kind](10, (4, 128, 256))
