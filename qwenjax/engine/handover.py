@@ -23,7 +23,7 @@ from qwenjax.cache import CACHE_SPEC, KVCache
 from qwenjax.engine.columns import Columns, get_sampling, put_sampling, sampling_widths
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.engine import Engine, Program
-from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers
+from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers, spans_processes
 from qwenjax.engine.schedule import Prefill, Row
 from qwenjax.engine.sequence import Request, Sequence
 from qwenjax.engine.slots import Slots, slots_specs
@@ -91,6 +91,7 @@ class PrefillEngine(Engine):
     """
 
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        _check_one_process(model)
         if model.mesh.shape[DATA] != 1:
             raise ValueError(f"data={model.mesh.shape[DATA]}: prefill has one data rank, give it all devices as model=")
         super().__init__(model, tokenizer, config)
@@ -240,6 +241,11 @@ class PrefillEngine(Engine):
         self.on_staged(StagedPages(arrays, first_plane, parts))
 
 
+def _check_one_process(model: ShardedModel) -> None:
+    if spans_processes(model.mesh):
+        raise ValueError("a prefill or decode engine has all its devices in one process; its mesh spans several")
+
+
 def _gather(cache: KVCache, pages: jax.Array, first_layer: jax.Array, *, num_layers: int) -> jax.Array:
     """Pages (int32 [pages]) of some layers of a rank's cache, [pages, heads, 2 * num_layers, page_size, head_dim]."""
     layers = (first_layer + jnp.arange(num_layers))[:, None]
@@ -265,6 +271,7 @@ class DecodeEngine(Engine):
     it may come to need before it is admitted."""
 
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        _check_one_process(model)
         super().__init__(model, tokenizer, config)
         self._reserved: dict[str, Request] = {}
         self._admission = Columns(

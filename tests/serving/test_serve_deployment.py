@@ -72,6 +72,7 @@ def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subp
     expected = llm.generate([PROMPT], greedy(30))[0].outputs[0].text
     sizes: dict[str, Any] = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
     assert client.completions.create(prompt=PROMPT, max_tokens=30, **sizes).choices[0].text == expected
+    time.sleep(1.5)  # workers tell the router of themselves twice a second
     metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
     assert 'qwenjax:workers{role="decode"} 1.0' in metrics
     assert re.search(r'qwenjax:kv_transfer_bytes_total{engine="decode-0"} [1-9]', metrics)

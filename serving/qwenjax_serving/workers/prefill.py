@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ class Prompt:
     slots: list[int] = field(default_factory=list)
     num_offered: int = 0
     offered: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: ExitStack = field(default_factory=ExitStack)
     task: asyncio.Task[None] | None = None
 
 
@@ -109,20 +111,18 @@ class PrefillWorker(Worker):
             )
 
         output: RequestOutput | None = None
-        with self.transport.serving():  # until it is released: this task ends when it is cancelled
-            async for each in self.engine.stream(request_id, enter):
-                output = each
-            assert output is not None
-            hidden, num_parts = engine.take_handover(request_id)
-            while prompt.num_offered < num_parts:
-                prompt.offered.clear()
-                await prompt.offered.wait()
-            (first,) = output.outputs
-            handover = None if first.finished else Handover(first.token_ids[0], np.asarray(hidden).tobytes())
-            prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
-            grown = Growth().of(first, output.speculation)
-            self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
-            await asyncio.Event().wait()
+        async for each in self.engine.stream(request_id, enter):
+            output = each
+        assert output is not None
+        hidden, num_parts = engine.take_handover(request_id)
+        while prompt.num_offered < num_parts:
+            prompt.offered.clear()
+            await prompt.offered.wait()
+        (first,) = output.outputs
+        handover = None if first.finished else Handover(first.token_ids[0], np.asarray(hidden).tobytes())
+        prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
+        grown = Growth().of(first, output.speculation)
+        self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
 
     async def _drop(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)
@@ -133,6 +133,7 @@ class PrefillWorker(Worker):
         else:
             prompt.task.cancel()  # which drops its stream: the engine aborts the request
             await asyncio.wait([prompt.task])
+        prompt.serving.close()
         self._prefill_engine.handovers.pop(request_id, None)
         self.staging.give_back(prompt.slots)
         self._begin_waiting()
@@ -171,6 +172,8 @@ class PrefillWorker(Worker):
                 tuple(slots),
                 part.first_page * size,
             )
+            if not prompt.num_offered:
+                prompt.serving.enter_context(self.transport.serving())
             prompt.num_offered += 1
             prompt.offered.set()
             self.send(offer)
