@@ -8,7 +8,7 @@ margins: where the two part, the CPU's own choice was ahead of the next by less 
 
 steps: random weights, bfloat16 or quantised as they are made. Milliseconds a decode step at a context of 2,048 for each
 batch, of a program of 8 steps over slots that are put there as if their prompts had been read; prompt tokens a second
-of 8 prompts of 6,000 tokens, through the engine; and milliseconds a step through the engine at batch 64, short
+of 8 prompts of 6,000 tokens, through the engine; with --engine milliseconds a step through it at batch 64, short
 contexts, beside those of the device alone: the difference is what the host stalls. vLLM 0.26 and the roofs (4.3 TB/s)
 are of one H200, see the columns' header. Every line is printed as it is measured.
 """
@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ import numpy as np
 from bench.measure import header, median_seconds, recorded
 from qwenjax import LLM, SamplingParams
 from qwenjax.config import ModelConfig
-from qwenjax.engine.calls import decode_table
+from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.engine.programs import Programs
 from qwenjax.engine.schedule import Decode, Job, Lane
+from qwenjax.engine.slots import create_slots
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 
@@ -68,12 +70,14 @@ def greedy_outputs(dtype: str) -> list[dict[str, list[Any]]]:
     return found
 
 
-def compare_ids() -> None:
-    command = [sys.executable, __file__, "ids", "--dump"]
-    on_cpu = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    )
-    expected = json.loads(on_cpu.stdout.splitlines()[-1])
+def compare_ids(file: Path | None) -> None:
+    if file is None:
+        command = [sys.executable, __file__, "ids", "--dump"]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        on_cpu = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    else:
+        on_cpu = file.read_text(encoding="utf-8")
+    expected = json.loads(on_cpu.splitlines()[-1])
     say(f"{'dtype':>9} | tokens equal before any parting | partings | widest margin at one / tolerance")
     for dtype, tolerance in TOLERANCE.items():
         equal = total = partings = 0
@@ -102,29 +106,41 @@ def engine_config(batch: int, tokens: int, **changes: Any) -> EngineConfig:
     return EngineConfig(**{**sizes, **changes})
 
 
-def decode_step_seconds(model: ShardedModel, tokenizer: Tokenizer, batch: int) -> float:
+def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -> Any:
+    """One of the engine's programs, without an engine: nothing is allocated."""
+    sizes = {"slots_per_rank": config.max_num_seqs, "pages_per_rank": config.num_pages, "max_pages": config.max_pages}
+    slots = jax.eval_shape(
+        lambda: create_slots(
+            model.config, model.mesh, **sizes, page_size=config.page_size, dtype=model.dtype, num_drafts=0
+        )
+    )
+    name, size = what
+    rows = config.rows_per_call(size) if name == "prefill" else size[0]
+    columns = chunk_columns(config, size) if name == "prefill" else lane_columns(config)
+    function = getattr(Programs(model.graphdef, model.mesh, config), name)[size]
+    return function.trace(model.state, slots, columns.table(rows)).lower().compile()
+
+
+def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any) -> float:
     """Of the device, at a context of 2,048 in every slot."""
-    config = engine_config(batch, CONTEXT + 512)
-    engine = Engine(model, tokenizer, config)
+    batch = config.max_num_seqs
+    slots = create_slots(
+        model.config,
+        model.mesh,
+        slots_per_rank=batch,
+        pages_per_rank=config.num_pages,
+        max_pages=config.max_pages,
+        page_size=PAGE,
+        dtype=model.dtype,
+        num_drafts=0,
+    )
     rows = np.arange(batch * config.max_pages, dtype=np.int32).reshape(batch, -1)
-    key = jax.random.key(0)
-
-    def random_like(leaf: jax.Array) -> jax.Array:
-        return jax.jit(lambda: jax.random.normal(key, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
-
-    slots, cache = engine._slots, engine._slots.cache
-    del engine
-    keys = random_like(cache.keys)
-    cache.keys.delete()
-    values = random_like(cache.values)
-    cache.values.delete()
 
     def put(old: jax.Array, new: Any) -> jax.Array:
         return jax.device_put(jnp.asarray(new, old.dtype), old.sharding)
 
     slots = replace(
         slots,
-        cache=type(cache)(keys, values),
         page_table=put(slots.page_table, rows),
         lengths=put(slots.lengths, np.full(batch, CONTEXT)),
         tokens=put(slots.tokens, np.arange(batch)),
@@ -133,15 +149,13 @@ def decode_step_seconds(model: ShardedModel, tokenizer: Tokenizer, batch: int) -
     )
     lanes = [Lane(Job(i, [], 0, 0), i, 0, ()) for i in range(batch)]
     table = decode_table(config, 1, Decode(batch, 0, STEPS, lanes), False)
-    function = Programs(model.graphdef, model.mesh, config).decode[batch, 0]
-    program = function.trace(model.state, slots, table).lower().compile()
 
     def call() -> None:
         nonlocal slots
         slots, drawn = program(model.state, slots, table)
         np.asarray(drawn.tokens)
 
-    return median_seconds(call, 9) / STEPS
+    return median_seconds(call, 5) / STEPS
 
 
 def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[float, float, int]:
@@ -160,7 +174,7 @@ def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[
     return prefill, time.perf_counter() - start, steps
 
 
-def measure_steps(quantization: str | None, batches: list[int], budgets: list[int]) -> None:
+def measure_steps(quantization: str | None, batches: list[int], budgets: list[int], through_engine: bool) -> None:
     from bench.random_weights import random_weights
 
     start = time.perf_counter()
@@ -168,32 +182,46 @@ def measure_steps(quantization: str | None, batches: list[int], budgets: list[in
     model = random_weights(config, jnp.bfloat16, quantization)
     jax.block_until_ready(jax.tree.leaves(model.state))
     say(f"weights: {quantization or 'bfloat16'}, made in {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
     peers, peer_prefill = PEERS[quantization]
     roofs = ROOFS[quantization]
-    say(f"\ndecode, context {CONTEXT}: batch | ms a step | roof | vLLM")
-    for batch in batches:
-        try:
-            seconds = decode_step_seconds(model, tokenizer, batch)
-            say(f"{batch:>29} | {seconds * 1e3:>9.2f} | {roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')}")
-        except Exception as error:  # a batch that does not fit leaves the others to be measured
-            say(f"{batch:>29} | failed: {type(error).__name__}: {str(error)[:300]}")
-        gc.collect()
-    rng = np.random.default_rng(0)
-    say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
-    for budget in budgets:
-        try:
-            engine = Engine(model, tokenizer, engine_config(8, 6200, max_num_batched_tokens=budget))
-            engine.warm_up(progress=False)
-            best = float("inf")
-            for _ in range(2):
-                engine.clear_prefix_cache()
-                prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
-                best = min(best, run_all(engine, prompts, 1)[0])
-            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
-            del engine
-        except Exception as error:
-            say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:300]}")
-        gc.collect()
+    decodes = {batch: engine_config(batch, CONTEXT + 512) for batch in batches}
+    prefills = {budget: engine_config(8, 6200, max_num_batched_tokens=budget) for budget in budgets}
+    with ThreadPoolExecutor() as pool:
+        programs: dict[tuple[str, int], Any] = {
+            ("decode", batch): pool.submit(compiled, model, sizes, ("decode", (batch, 0)))
+            for batch, sizes in decodes.items()
+        }
+        for budget, sizes in prefills.items():
+            programs["prefill", budget] = pool.submit(compiled, model, sizes, ("prefill", sizes.chunk_lengths[-1]))
+        say(f"\ndecode, context {CONTEXT}: batch | ms a step | roof | vLLM")
+        for batch, sizes in decodes.items():
+            try:
+                seconds = decode_step_seconds(model, sizes, programs["decode", batch].result())
+                say(f"{batch:>29} | {seconds * 1e3:>9.2f} | {roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')}")
+            except Exception as error:  # a batch that does not fit leaves the others to be measured
+                say(f"{batch:>29} | failed: {type(error).__name__}: {str(error)[:1000]}")
+            gc.collect()
+        say(f"(compiled and measured in {time.perf_counter() - start:.0f} s)")
+        rng = np.random.default_rng(0)
+        say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
+        for budget, sizes in prefills.items():
+            try:
+                engine = Engine(model, tokenizer, sizes)
+                length = sizes.chunk_lengths[-1]
+                engine._compiled = {("prefill", length): programs["prefill", budget].result()}
+                best = float("inf")
+                for _ in range(2):
+                    engine.clear_prefix_cache()
+                    prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
+                    best = min(best, run_all(engine, prompts, 1)[0])
+                say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
+                del engine
+            except Exception as error:
+                say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:1000]}")
+            gc.collect()
+    if not through_engine:
+        return
     engine = Engine(model, tokenizer, engine_config(64, 512))
     engine.warm_up(progress=False)
     prompts = [rng.integers(0, config.vocab_size, 64).tolist() for _ in range(64)]
@@ -206,6 +234,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["ids", "steps"])
     parser.add_argument("--dump", action="store_true", help="print this backend's outputs as JSON")
+    parser.add_argument("--expected", type=Path, help="what --dump printed on a CPU, to save the time")
+    parser.add_argument("--engine", action="store_true", help="steps through the engine, too")
     parser.add_argument("--quantization", choices=["mxfp8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--budgets", type=int, nargs="+", default=[2048, 8192])
@@ -217,9 +247,9 @@ def main() -> None:
     with recorded(arguments.record):
         say(header("jax", "jaxlib", "flax", "numpy"))
         if arguments.what == "ids":
-            compare_ids()
+            compare_ids(arguments.expected)
         else:
-            measure_steps(arguments.quantization, arguments.batches, arguments.budgets)
+            measure_steps(arguments.quantization, arguments.batches, arguments.budgets, arguments.engine)
 
 
 if __name__ == "__main__":
