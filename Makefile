@@ -26,7 +26,7 @@ LOCK := pyproject.toml --upgrade --quiet --only-binary :all: --python-platform x
 	--no-annotate --custom-compile-command "make lock"
 
 help:
-	@echo "make demo        generate text with the model in configs/tiny"
+	@echo "make demo        serve the model in configs/tiny, prefill and decode apart, and stream a completion"
 	@echo "make test        ruff, mypy, pytest (PYTEST_ARGS='-k name' narrows the last)"
 	@echo "make test-py312  the core tests under the newest JAX, on Python 3.12 (PYTHON312=path)"
 	@echo "make resolve     check that every extra resolves to wheels on x86-64 and aarch64"
@@ -55,9 +55,12 @@ test-py312: .venv-py312/.core
 		'import flax; import jax; print(f"JAX {jax.__version__}; Flax {flax.__version__}")' \
 		&& .venv-py312/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS) tests/qwenjax tests/ffi)
 
-# Two stamps in one environment: the demo must not wait for torch, and the tests' install covers the demo's.
+# Two stamps in one environment: the demo must not wait for torch, and the tests' install covers the demo's. NIXL asks
+# for torch, which it only looks at where something else has imported it.
+nixl = .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	--constraint constraints/py311.txt nixl nixl-cu12
 .venv/.run: pyproject.toml constraints/py311.txt
-	$(call timed,install,$(call install,.venv,$(PYTHON),py311,.))
+	$(call timed,install,$(call install,.venv,$(PYTHON),py311,.[serve]) && $(nixl))
 
 .venv/.dev: pyproject.toml constraints/py311.txt
 	$(call timed,install,$(call install,.venv,$(PYTHON),py311,.[dev]) && touch .venv/.run)
