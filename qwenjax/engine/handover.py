@@ -139,7 +139,7 @@ class PrefillEngine(Engine):
 
     def _prefilled(self, sequence: Sequence, row: Row, found: dict[str, Any]) -> None:
         request = sequence.request
-        self.handovers[request.request_id] = found["hidden"][row.index], self._num_parts.pop(request.request_id)
+        self.handovers[request.request_id] = found["hidden"][row.place], self._num_parts.pop(request.request_id)
         if not sequence.output.finished:
             request.handed_over = True
             self._leave(sequence)

@@ -67,7 +67,10 @@ def _complete(url: str) -> tuple[float, float]:
         for line in answer:
             if line.startswith(b"data: {"):
                 first = first or time.monotonic()
-                print(json.loads(line[len(b"data: ") :])["choices"][0]["text"], end="", flush=True)
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                print(event["choices"][0]["text"], end="", flush=True)
     end = time.monotonic()
     assert first is not None
     return first - start, end - first

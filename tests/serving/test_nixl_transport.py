@@ -149,6 +149,9 @@ def test_a_source_that_dies_ends_its_reads_and_no_others(sources: tuple[Source, 
         dying.process.wait()
         with pytest.raises(TransferError, match=peers[1]):
             await transport.read(peers[1], all_of(dying.layout, buffer.layout), timeout=10)
+        await transport.disconnect(peers[1])
+        with pytest.raises(TransferError, match="connecting"):
+            await transport.read(await transport.connect(dying.metadata), all_of(dying.layout, buffer.layout), 10)
         await transport.read(peers[0], all_of(living.layout, buffer.layout), timeout=10)
         np.testing.assert_array_equal(buffer.pages, living.pages)
 

@@ -126,5 +126,29 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
 
 
 def test_a_small_staging_buffer_is_refused(engine: PrefillEngine) -> None:
-    with pytest.raises(ValueError, match="staging_pages is 7; the longest sequence has 8 pages of 16"):
+    async def make() -> None:
         PrefillWorker("prefill", engine, "address", b"secret", 7)
+
+    with pytest.raises(ValueError, match="staging_pages is 7; the longest sequence has 8 pages of 16"):
+        asyncio.run(make())
+
+
+def test_a_worker_whose_engine_fails_ends_with_an_error(engine: PrefillEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = PlayedRouter()
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("as if out of memory")
+
+    monkeypatch.setattr(engine, "_run", fail)
+    monkeypatch.setattr(worker_module, "WorkerSocket", lambda *_: router)
+
+    async def whole() -> None:
+        running = asyncio.create_task(PrefillWorker("prefill", engine, "address", b"secret").run())
+        hello = await router.said.get()
+        assert isinstance(hello, Hello)
+        router.tell.put_nowait(Welcome(hello.number))
+        router.tell.put_nowait(Prefill(1, Work((1, 2), greedy(5), 0, None, None), 0))
+        with pytest.raises(RuntimeError, match="the engine failed: as if out of memory"):
+            await running
+
+    asyncio.run(asyncio.wait_for(whole(), timeout=30))

@@ -77,9 +77,12 @@ class NixlTransport:
         self._agent, self._registered, self.metadata = await self._call(make)
 
     async def connect(self, metadata: bytes) -> str:
-        """The peer's name, for `read`. Connecting twice is once."""
+        """The peer's name, for `read`. Connecting twice is once. Raises TransferError where the peer is gone."""
         if metadata not in self._peers:
-            name = await self._call(self._agent.add_remote_agent, metadata)
+            try:
+                name = await self._call(self._agent.add_remote_agent, metadata)
+            except Exception as error:
+                raise TransferError(f"connecting: {error or type(error).__name__}") from error
             self._peers[metadata] = name if isinstance(name, str) else name.decode()
         return self._peers[metadata]
 

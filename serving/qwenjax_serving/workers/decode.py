@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -162,6 +163,7 @@ class DecodeWorker(Worker):
                 await asyncio.wait(tasks)
             self.staging.give_back(place.slots)
             request_id = self._id(ticket)
-            await self.engine.call(lambda: self._decode_engine.cancel(request_id))
+            with suppress(RuntimeError):  # an engine that has failed holds nothing
+                await self.engine.call(lambda: self._decode_engine.cancel(request_id))
         finally:
             self._dropping.discard(ticket)

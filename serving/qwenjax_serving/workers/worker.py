@@ -61,7 +61,7 @@ class Worker(ABC):
         self._number = 0
         self._engine = engine
         self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
-        self._ended = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_read, self.read_seconds = 0, 0.0
@@ -88,13 +88,12 @@ class Worker(ABC):
         self._socket = WorkerSocket(self._address, self._secret, self.instance)
         logger.info("worker %s is ready", self.name)
         conversation = [loop.create_task(self._listen()), loop.create_task(self._beat())]
-        ended = loop.create_task(self._ended.wait())
         try:
-            done, _ = await asyncio.wait([*conversation, ended], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*conversation, self._ended], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in [*conversation, ended]:
+            for task in conversation:
                 task.cancel()
             self._welcome = False
             await self.drop_all()
@@ -121,9 +120,8 @@ class Worker(ABC):
 
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("worker %s: %s", self.name, error, exc_info=error)
-            self._ended.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+            self._ended.set_exception(error)
 
     async def _listen(self) -> None:
         while True:
@@ -174,7 +172,7 @@ class Worker(ABC):
                 self._hello()
             self.send(self._status())
             if self._leaving is not None and (not self.num_held or now - self._leaving > _LEAVE):
-                self._ended.set()
+                return
             await asyncio.sleep(_BEAT)
 
     def _status(self) -> Status:
