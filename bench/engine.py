@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import header, recorded
 
-from bench.measure import header, recorded
 from qwenjax import SamplingParams
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.engine.build import enable_compilation_cache

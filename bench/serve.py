@@ -26,7 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.measure import header, recorded
+from measure import header, recorded
+
 from qwenjax import LLM, SamplingParams
 from qwenjax_serving.bench.drive import drive
 from qwenjax_serving.bench.report import Report

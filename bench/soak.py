@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.measure import header, recorded
-from bench.serve import process_tree, server
+from measure import header, recorded
+from serve import process_tree, server
+
 from qwenjax_serving.bench.sse_client import HttpError, Target, events, get
 
 GROWTH = 0.05  # of resident memory, at most
