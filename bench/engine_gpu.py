@@ -38,7 +38,7 @@ from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.engine.programs import Programs
 from qwenjax.engine.schedule import Decode, Job, Lane
-from qwenjax.engine.slots import create_slots
+from qwenjax.engine.slots import Slots, create_slots
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 
@@ -107,24 +107,22 @@ def engine_config(batch: int, tokens: int, **changes: Any) -> EngineConfig:
     return EngineConfig(**{**sizes, **changes})
 
 
+def idle_slots(model: ShardedModel, config: EngineConfig) -> Slots:
+    return create_slots(
+        model.config,
+        model.mesh,
+        slots_per_rank=config.max_num_seqs,
+        pages_per_rank=config.num_pages,
+        max_pages=config.max_pages,
+        page_size=config.page_size,
+        dtype=model.dtype,
+        num_drafts=config.num_speculative_tokens,
+    )
+
+
 def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -> Any:
     """One of the engine's programs, without an engine: nothing is allocated."""
-    sizes = {
-        "slots_per_rank": config.max_num_seqs,
-        "pages_per_rank": config.num_pages,
-        "max_pages": config.max_pages,
-        "num_drafts": config.num_speculative_tokens,
-    }
-    slots = jax.eval_shape(
-        lambda: create_slots(
-            model.config,
-            model.mesh,
-            **sizes,
-            page_size=config.page_size,
-            dtype=model.dtype,
-            num_drafts=config.num_speculative_tokens,
-        )
-    )
+    slots = jax.eval_shape(lambda: idle_slots(model, config))
     name, size = what
     rows = config.rows_per_call(size) if name == "prefill" else size[0]
     columns = chunk_columns(config, size) if name == "prefill" else lane_columns(config)
@@ -136,16 +134,7 @@ def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any)
     """Of the device, at a context of 2,048 in every slot, with the most drafts: random weights accept none of them, so
     that a step draws one token and what is measured is the cost."""
     batch, num_drafts = config.max_num_seqs, config.num_speculative_tokens
-    slots = create_slots(
-        model.config,
-        model.mesh,
-        slots_per_rank=batch,
-        pages_per_rank=config.num_pages,
-        max_pages=config.max_pages,
-        page_size=PAGE,
-        dtype=model.dtype,
-        num_drafts=num_drafts,
-    )
+    slots = idle_slots(model, config)
     rows = np.arange(batch * config.max_pages, dtype=np.int32).reshape(batch, -1)
 
     def put(old: jax.Array, new: Any) -> jax.Array:
