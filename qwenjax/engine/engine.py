@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns, prefill_table
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.interrupts import uninterrupted
+from qwenjax.engine.processes import Follower, Leader, meet
 from qwenjax.engine.programs import Drawn, Programs, spans_processes
 from qwenjax.engine.schedule import Decode, Prefill, Row, Scheduler
 from qwenjax.engine.sequence import Request, Sequence, logprob_entry
@@ -75,6 +77,8 @@ class Engine:
         self.speculation = SpeculationStats.of(config.num_speculative_tokens)
         self.scheduler = Scheduler(config, self.ranks)
         self._compiled: dict[Program, Any] = {}
+        self._programs: list[Program] = []  # in the same order in every process
+        self._end: Leader | Follower | None = None  # where the mesh has devices of several processes
         self._in_flight: deque[InFlight] = deque()
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}  # by order of arrival
@@ -194,16 +198,20 @@ class Engine:
         if self._failure is not None:
             raise RuntimeError(f"the engine failed ({self._failure}); make a new one") from self._failure
         try:
-            with uninterrupted():
-                begun = self._begin_call()
-            if not self._in_flight or (begun and len(self._in_flight) == 1):
-                return []
-            found = jax.device_get(self._in_flight[0].found)
-            with uninterrupted():
-                return self._take_results(self._in_flight.popleft().call, found)
+            with self._end.stepping() if isinstance(self._end, Leader) else nullcontext():
+                return self._step()
         except Exception as error:
             self._failure = error
             raise
+
+    def _step(self) -> list[RequestOutput]:
+        with uninterrupted():
+            begun = self._begin_call()
+        if not self._in_flight or (begun and len(self._in_flight) == 1):
+            return []
+        found = jax.device_get(self._in_flight[0].found)
+        with uninterrupted():
+            return self._take_results(self._in_flight.popleft().call, found)
 
     def clear_prefix_cache(self) -> None:
         """Forgets all prompts that no running request uses."""
@@ -233,9 +241,14 @@ class Engine:
     def warm_up(self, progress: bool = True) -> None:
         """Compiles every program, several at a time, so that no request has to wait for one.
 
-        Requests run the compiled programs themselves: nothing can compile after this.
+        Requests run the compiled programs themselves: nothing can compile after this. The processes of a mesh over
+        several wait for each other here.
         """
+        several = spans_processes(self.model.mesh)
+        if several and type(self) is not Engine:
+            raise ValueError(f"a {type(self).__name__} runs in one process; its mesh has devices of several")
         traced = self._traced(Programs(self.model.graphdef, self.model.mesh, self.config))
+        self._programs = list(traced)
         with (
             ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
@@ -249,6 +262,8 @@ class Engine:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._compiled.clear()
                 raise
+        if several:
+            self._end = meet()
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         """Every program that the engine runs, ready to be compiled."""
@@ -285,12 +300,13 @@ class Engine:
                 want,
                 want_prompt,
             )
-            drawn, prompt_logprobs, found = self._run_prefill(call, self._placed(table))
+            drawn, prompt_logprobs, found = self._run_prefill(call, self._announced(("prefill", call.length), table))
             self.num_prefill_calls += 1
         else:
             want_prompt, prompt_logprobs, found = False, None, {}
             table = decode_table(self.config, self.ranks, call, want)
-            (drawn,) = self._run(("decode", (call.batch, call.num_drafts)), self._placed(table))
+            program = ("decode", (call.batch, call.num_drafts))
+            (drawn,) = self._run(program, self._announced(program, table))
             self.num_decode_calls += 1
             self._note_batch(call)
         found["tokens"] = drawn.tokens
@@ -321,6 +337,33 @@ class Engine:
         if name == "prefill":
             return self.ranks * self.config.rows_per_call(size), chunk_columns(self.config, size).width
         return self.ranks * size[0], lane_columns(self.config).width
+
+    def _announced(self, program: Program, table: np.ndarray) -> Any:
+        """The table as the program takes it, once the other processes have been told to run it too."""
+        if isinstance(self._end, Follower):
+            raise RuntimeError("process 0 takes the requests; the others call follow()")
+        if self._end is not None:
+            self._end.send(self._programs.index(program), table)
+        return self._placed(table)
+
+    def follow(self) -> None:
+        """What every process but the first does with an engine over several: it runs the calls that the first plans,
+        until that one's `close`. Raises PlanTimeoutError or ConnectionError where the first is not heard any more."""
+        if not isinstance(self._end, Follower):
+            raise RuntimeError("follow() is for the processes after the first of an engine over several")
+        while (call := self._end.receive()) is not None:
+            program = self._programs[call.program]
+            if call.table.shape != self._shape(program):
+                raise ConnectionError(
+                    f"process 0 sent a table of {call.table.shape} for {program}, which takes {self._shape(program)}: "
+                    "engines of all processes take the same options"
+                )
+            self._run(program, self._placed(call.table))
+
+    def close(self) -> None:
+        """Lets the other processes' `follow` return; nothing can run afterwards. Nothing to do for a single process."""
+        if isinstance(self._end, Leader):
+            self._end.close()
 
     def _placed(self, table: np.ndarray) -> Any:
         """A call's table as programs take it: a process gives its own devices' rows."""

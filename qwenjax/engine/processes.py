@@ -1,0 +1,167 @@
+"""An engine over several processes: the first one plans, and every call's program and table go to the others.
+
+A message is a header and the table's int32 bytes, over a socket a follower; nothing in it is code. The processes find
+each other through the coordinator of jax.distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+_HEADER = struct.Struct("!4sBIHII")  # magic, kind, number of the call, program, rows and width of the table
+_MAGIC = b"qjp1"
+_IDLE, _CALL, _END = range(3)
+_MEET_SECONDS = 300.0  # for all processes to have built their engine: they load and compile at their own pace
+PLAN_SECONDS = 60.0
+
+_engines = itertools.count()  # of this process; every process builds its engines in the same order
+
+
+class PlanTimeoutError(TimeoutError):
+    """The first process did not say in time what to run."""
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A program, by its place in the engine's list, and its table, int32 [rows, width] of all data ranks."""
+
+    program: int
+    table: np.ndarray
+
+
+class Leader:
+    """The first process's end."""
+
+    def __init__(self, followers: Sequence[socket.socket], seconds: float = PLAN_SECONDS) -> None:
+        """seconds: as the followers', who are told four times as often that nothing is to be run."""
+        self._followers = list(followers)
+        self._lock = threading.Lock()
+        self._count = 0
+        self._stepping = False
+        self._ended = threading.Event()
+        self._beat = threading.Thread(target=self._say_idle, args=(seconds / 4,), name="plans", daemon=True)
+        self._beat.start()
+
+    def send(self, program: int, table: np.ndarray) -> None:
+        """Raises ConnectionError where a follower has left."""
+        rows = np.ascontiguousarray(table, ">i4")
+        with self._lock:
+            self._send(_HEADER.pack(_MAGIC, _CALL, self._count, program, *table.shape) + rows.tobytes())
+            self._count += 1
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """While the engine is at work nobody is told that it is idle: a plan that does not come is late."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def close(self) -> None:
+        """Ends the followers."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with self._lock:
+            for follower in self._followers:
+                with suppress(OSError):  # it may have left already
+                    follower.sendall(_HEADER.pack(_MAGIC, _END, self._count, 0, 0, 0))
+                follower.close()
+
+    def _send(self, message: bytes) -> None:
+        for place, follower in enumerate(self._followers):
+            try:
+                follower.sendall(message)
+            except OSError as error:
+                raise ConnectionError(f"process {place + 1} does not take call {self._count}: {error}") from error
+
+    def _say_idle(self, every: float) -> None:
+        while not self._ended.wait(every):
+            with self._lock:
+                if not self._stepping and not self._ended.is_set():
+                    try:
+                        self._send(_HEADER.pack(_MAGIC, _IDLE, self._count, 0, 0, 0))
+                    except ConnectionError:  # the next call says so
+                        return
+
+
+class Follower:
+    """Another process's end."""
+
+    def __init__(self, leader: socket.socket, seconds: float = PLAN_SECONDS) -> None:
+        """seconds: how long to wait for a word of the first process."""
+        self._leader, self._seconds = leader, seconds
+        self._count = 0
+        leader.settimeout(seconds)
+
+    def receive(self) -> PlannedCall | None:
+        """The next call, None at the end. Raises PlanTimeoutError where nothing is heard of the first process for so
+        long, ConnectionError where it has left or says something else."""
+        while True:
+            magic, kind, count, program, rows, width = _HEADER.unpack(self._read(_HEADER.size))
+            if magic != _MAGIC or count != self._count:
+                raise ConnectionError(f"process 0 sent {magic!r}, call {count}; call {self._count} was to come")
+            if kind == _END:
+                self._leader.close()
+                return None
+            if kind == _CALL:
+                data = self._read(4 * rows * width)
+                self._count += 1
+                return PlannedCall(program, np.frombuffer(data, ">i4").astype(np.int32).reshape(rows, width))
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                part = self._leader.recv(size - len(data))
+            except TimeoutError:
+                raise PlanTimeoutError(
+                    f"waited {self._seconds:g} s for process 0 to send call {self._count}; it hangs or is cut off"
+                ) from None
+            if not part:
+                raise ConnectionError(f"process 0 left before it sent call {self._count}")
+            data += part
+        return bytes(data)
+
+
+def meet() -> Leader | Follower:
+    """This process's end, once all processes of jax.distributed have come. Raises TimeoutError where one does not."""
+    from jax._src import distributed  # JAX exports neither the store nor the address
+
+    state, key = distributed.global_state, f"qwenjax/plans/{next(_engines)}"
+    if state.client is None or state.coordinator_address is None:
+        raise RuntimeError("a mesh over several processes needs jax.distributed.initialize() first")
+    host = state.coordinator_address.rsplit(":", 1)[0]
+    if jax.process_index():
+        port = int(state.client.blocking_key_value_get(key, int(_MEET_SECONDS * 1000)))
+        leader = socket.create_connection((host, port), _MEET_SECONDS)
+        _without_delay(leader)
+        leader.sendall(bytes([jax.process_index()]))
+        return Follower(leader)
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(_MEET_SECONDS)
+        state.client.key_value_set(key, str(server.getsockname()[1]))
+        found: dict[int, socket.socket] = {}
+        while len(found) < jax.process_count() - 1:
+            try:
+                follower, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, jax.process_count())) - set(found))
+                raise TimeoutError(f"waited {_MEET_SECONDS:g} s for the engines of processes {missing}") from None
+            _without_delay(follower)
+            found[follower.recv(1)[0]] = follower
+    return Leader([found[process] for process in sorted(found)])
+
+
+def _without_delay(end: socket.socket) -> None:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

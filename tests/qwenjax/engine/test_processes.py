@@ -1,0 +1,93 @@
+"""An engine over several processes: what goes between them, and two of them on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qwenjax.engine.processes import Follower, Leader, PlanTimeoutError
+from tests.qwenjax.engine.two_processes import MESHES, engine_on, generate
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 240
+
+
+def test_plans_arrive_as_they_were_sent_until_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    leader, follower = Leader([ours]), Follower(theirs)
+    # The second is larger than what a socket holds: it is read while it is sent.
+    tables = [np.arange(6, dtype=np.int32).reshape(2, 3) - 3, np.full((300, 900), 2**31 - 1, np.int32)]
+
+    def send() -> None:
+        for index, table in enumerate(tables):
+            leader.send(index, table)
+        leader.close()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for index, table in enumerate(tables):
+        call = follower.receive()
+        assert call is not None
+        assert call.program == index
+        np.testing.assert_array_equal(call.table, table)
+    assert follower.receive() is None
+    sender.join(10)
+    assert not sender.is_alive()
+
+
+def test_a_late_plan_is_an_error_that_names_the_wait_and_an_idle_leader_is_not() -> None:
+    ours, theirs = socket.socketpair()
+    leader, follower = Leader([ours], seconds=0.4), Follower(theirs, seconds=0.4)
+    leader.send(0, np.zeros((1, 1), np.int32))
+    assert follower.receive() is not None
+    # Idle words are said every 0.1 s while it does nothing, and none while it is at work on a call.
+    time.sleep(1)
+    leader.send(0, np.zeros((1, 1), np.int32))
+    assert follower.receive() is not None
+    with leader.stepping(), pytest.raises(PlanTimeoutError, match=r"waited 0.4 s for process 0 to send call 2"):
+        follower.receive()
+    leader.close()
+
+
+def test_a_process_that_left_is_noticed_by_the_other() -> None:
+    ours, theirs = socket.socketpair()
+    follower = Follower(theirs)
+    ours.close()
+    with pytest.raises(ConnectionError, match="process 0 left before it sent call 0"):
+        follower.receive()
+    ours, theirs = socket.socketpair()
+    leader = Leader([ours])
+    theirs.close()
+    with pytest.raises(ConnectionError, match="process 1 does not take call 0"):
+        leader.send(0, np.zeros((1, 1), np.int32))
+    leader.close()
+
+
+def test_two_processes_draw_what_one_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.qwenjax.engine.two_processes"]
+    processes = [
+        subprocess.Popen([*command, str(rank), port], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        expected = generate(engine_on(1, 1))
+        printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    found = json.loads(printed[0].splitlines()[-1])
+    assert found == [expected] * len(MESHES)
