@@ -244,9 +244,6 @@ class Engine:
         Requests run the compiled programs themselves: nothing can compile after this. The processes of a mesh over
         several wait for each other here.
         """
-        several = spans_processes(self.model.mesh)
-        if several and type(self) is not Engine:
-            raise ValueError(f"a {type(self).__name__} runs in one process; its mesh has devices of several")
         traced = self._traced(Programs(self.model.graphdef, self.model.mesh, self.config))
         self._programs = list(traced)
         with (
@@ -262,7 +259,7 @@ class Engine:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._compiled.clear()
                 raise
-        if several:
+        if spans_processes(self.model.mesh):
             self._end = meet()
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
