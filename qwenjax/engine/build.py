@@ -17,7 +17,7 @@ from qwenjax.cache import PAGE_SIZE
 from qwenjax.checkpoint.load import has_mtp_head, load_model
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import DTYPES, ModelConfig
-from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.config import MEASURED_SPECULATION_BATCH, EngineConfig
 from qwenjax.engine.engine import Engine
 from qwenjax.engine.programs import spans_processes
 from qwenjax.mesh import MODEL, make_mesh
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
-_DEFAULT_DRAFTS = 1  # costs least where it does not pay, see bench/results/speculative-cpu.txt
+# A step with one draft costs 1.26 to 1.32 of one without on an H200 (bench/results/engine-h200.md), and costs least of
+# all numbers where drafts do not pay (bench/results/speculative-cpu.txt).
+_DEFAULT_DRAFTS = 1
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
 # One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
@@ -48,7 +50,7 @@ class EngineOptions(TypedDict, total=False):
     one decode call while no request waits, 8. num_pages: KV pages of page_size (64) tokens on each data rank, by
     default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that begin alike, True.
     num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 1 where
-    it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without, 32. revision: of
+    it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without, 64. revision: of
     a Hugging Face repo. progress: bars for loading and compiling, True.
     """
 
@@ -84,7 +86,7 @@ _DEFAULTS: EngineOptions = {
     "page_size": PAGE_SIZE,
     "enable_prefix_caching": True,
     "num_speculative_tokens": None,
-    "speculation_max_batch": 32,
+    "speculation_max_batch": MEASURED_SPECULATION_BATCH,
     "revision": None,
     "progress": True,
 }
