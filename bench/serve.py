@@ -1,15 +1,16 @@
 """What the server costs beside the library: tokens a second of `qwenjax serve` and of LLM.generate on the same load.
 
-    python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--record NAME]
-                          [--deployment FILE]
+    python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--data-parallel 1]
+                          [--deployment FILE] [--record NAME]
 
-The server is a process of its own, started with the same sizes as the LLM of this one: `--streams` slots, no drafts
-(`--speculation` leaves them on). With `--deployment` it is a router and its workers, whose CPU time counts with it; the
-file's sizes should then be these. A round sends `--requests` completions of random ids, `--streams` at a time, through
-the client of `qwenjax bench serve`, then gives the same prompts to LLM.generate: the two take turns, so that other load
-on the machine meets both, and each pays for its client in its own time. EOS is ignored; prompts of a round are new, so
-that no prefix is cached. Two ratios, served / offline, medians over rounds: of tokens a second by the clock, which is
-held to the bar, and of tokens a second of CPU time, server and client together, which other load disturbs less.
+The server is a process of its own, started with the same sizes as the LLM of this one: `--streams` slots over
+`--data-parallel` ranks, no drafts (`--speculation` leaves them on). With `--deployment` it is a router and its workers,
+whose CPU time counts with it; the file's sizes and decode ranks should then be these. A round sends `--requests`
+completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives the same
+prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for its client
+in its own time. EOS is ignored; prompts of a round are new, so that no prefix is cached. Two ratios, served / offline,
+medians over rounds: of tokens a second by the clock, which is held to the bar, and of tokens a second of CPU time,
+server and client together, which other load disturbs less.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 from measure import header, recorded
 
 from qwenjax import LLM, SamplingParams
@@ -84,19 +86,24 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--speculation", action="store_true")
     parser.add_argument("--deployment", type=Path, help="serve with router and workers; sizes are the file's")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
-    sizes = ["--max-num-seqs", str(arguments.streams), "--dtype", arguments.dtype]
+    ranks, slots = arguments.data_parallel, arguments.streams // arguments.data_parallel
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(ranks)  # of the server; this process has imported JAX
+    jax.config.update("jax_num_cpu_devices", ranks)
+    sizes = ["--max-num-seqs", str(slots), "--data-parallel", str(ranks), "--dtype", arguments.dtype]
     drafts = [] if arguments.speculation else ["--num-speculative-tokens", "0"]
     options = ["--config", str(arguments.deployment)] if arguments.deployment else [*sizes, *drafts]
     with server(arguments.config, *options) as (url, server_pid):
         llm = LLM(
             arguments.config,
+            data_parallel=ranks,
             dtype=arguments.dtype,
-            max_num_seqs=arguments.streams,
+            max_num_seqs=slots,
             num_speculative_tokens=None if arguments.speculation else 0,
             progress=False,
         )
@@ -128,7 +135,8 @@ def main() -> None:
             print(header("jax", "jaxlib", "starlette", "uvicorn", "msgspec"))
             print(
                 f"{arguments.requests} requests, {arguments.streams} at a time, {arguments.input_len} random ids in, "
-                f"{arguments.output_len} out, {arguments.dtype}, drafts {'on' if arguments.speculation else 'off'}"
+                f"{arguments.output_len} out, {arguments.dtype}, data ranks: {ranks}, "
+                f"drafts {'on' if arguments.speculation else 'off'}"
             )
             print(f"\n{'':>5} | {'new tokens/s':^19} | {'served / offline':^16} | {'median ms, served':^17}")
             print(f"round | {'served':>9} {'offline':>9} | {'clock':>7} {'CPU':>8} | {'TTFT':>8} {'TPOT':>8}")
