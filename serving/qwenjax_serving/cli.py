@@ -19,6 +19,17 @@ _COMMANDS = {
     "bench": "measure an OpenAI-compatible server under a load",
 }
 
+# The packages that only some commands need, by the extra that brings them.
+_EXTRAS = {
+    "msgspec": "serve",
+    "prometheus_client": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "zmq": "serve",
+    "nixl": "disagg",
+    "optax": "train",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
@@ -36,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes standard output once more when it ends: into nothing, or that fails and is reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        needed = f"needs {package}: pip install 'qwenjax[{_EXTRAS[package]}]'"
+        print(f"qwenjax {chosen}: error: {needed}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:  # ConfigError, CheckpointError and MeshError among them
         print(f"qwenjax {chosen}: error: {error}", file=sys.stderr)
         return 2

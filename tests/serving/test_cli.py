@@ -188,6 +188,16 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
     assert "usage: qwenjax" in capsys.readouterr().err
 
 
+def test_an_extra_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "qwenjax_serving.commands.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client.registry", None)  # what an import of it then finds
+    assert cli.main(["serve", "MODEL"]) == 2
+    expected = "qwenjax serve: error: needs prometheus_client: pip install 'qwenjax[serve]'\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_folder_that_is_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in "generate", "logits":
         assert cli.main([command, str(tmp_path), "--prompt", "a"]) == 2
