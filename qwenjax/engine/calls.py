@@ -58,9 +58,9 @@ class Lanes:
 
 @cache
 def chunk_columns(config: EngineConfig, length: int) -> Columns:
-    one = ("start", "count", "slot", "first", "last", "prompt_len", "end_length", "speculates", "want", "want_prompt")
-    widths = dict.fromkeys(one, 1) | {"tokens": length + 1, "page_table": config.max_pages}
-    return Columns(widths | sampling_widths())
+    one = ("start", "count", "slot", "first", "last", "prompt_tokens", "end_length", "speculates", "want", "want_prompt")
+    several = {"tokens": length + 1, "page_table": config.max_pages}
+    return Columns(dict.fromkeys(one, 1), several, sampling_widths())
 
 
 @cache
@@ -117,7 +117,7 @@ def chunk_of(config: EngineConfig, length: int, table: jax.Array) -> Chunk:
         slot=one("slot"),
         first=one("first") > 0,
         last=one("last") > 0,
-        prompt_len=one("prompt_len"),
+        prompt_len=one("prompt_tokens"),
         end_lengths=one("end_length"),
         speculates=one("speculates") > 0,
         page_table=columns.of(table, "page_table"),

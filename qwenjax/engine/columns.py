@@ -16,12 +16,14 @@ _IDLE = build_arrays([None])
 
 
 class Columns:
-    """Where each field lies in a row. widths: columns of each field, in order."""
+    """Where each field lies in a row. groups: columns of each field, in order; no name may come twice."""
 
-    def __init__(self, widths: Mapping[str, int]) -> None:
+    def __init__(self, *groups: Mapping[str, int]) -> None:
         self.places: dict[str, slice] = {}
         self.width = 0
-        for name, width in widths.items():
+        for name, width in (item for group in groups for item in group.items()):
+            if name in self.places:
+                raise ValueError(f"two fields are called {name!r}")
             self.places[name] = slice(self.width, self.width + width)
             self.width += width
 

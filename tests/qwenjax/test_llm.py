@@ -73,6 +73,8 @@ REQUESTS: dict[str, tuple[int, SamplingParams]] = {
     "a prompt of one token": (1, greedy(24)),
     "repetition penalty": (20, greedy(24, repetition_penalty=1.7)),
     "presence and frequency penalties": (9, greedy(24, presence_penalty=1.5, frequency_penalty=1.0)),
+    # What the penalties count begins after the prompt, in whichever of its rows a token was read.
+    "presence penalty after a prompt of many rows": (100, greedy(20, presence_penalty=1.5)),
     "negative penalties": (9, greedy(24, presence_penalty=-2.0, frequency_penalty=-0.5)),
     "logit bias": (9, greedy(24, logit_bias={7: 3.0, 8: -4.0, 9: 2.5}, presence_penalty=2.0)),
     "min_tokens": (
