@@ -25,33 +25,35 @@ Request = tuple[list[int], SamplingParams, str | None]
 
 
 def engine_of(num_drafts: int) -> Engine:
-    """Two layers in float32 with a head; the pages of one and a half of the longest requests."""
+    """Two layers in float32 with a head, and the pages of one of the longest requests."""
     raw = tiny(vocab_size=VOCABULARY, max_position_embeddings=2048)
     config = replace(ModelConfig.from_dict(raw), mtp_num_hidden_layers=1)
     model = random_model(config, make_mesh())
     # Matrices ten times as large as they are made: a token is to depend on those before it.
     leaves = {name: leaf if name.endswith("norm") else leaf * 10 for name, leaf in by_name(model.state).items()}
     model = replace(model, state=from_names(model.state, leaves))
-    sizes = {"max_model_len": 2048, "max_num_seqs": 4, "num_pages": 100, "page_size": 32, "num_steps": 4}
+    sizes = {"max_model_len": 2048, "max_num_seqs": 4, "num_pages": 260, "page_size": 8, "num_steps": 4}
     engine = Engine(
         model,
         Tokenizer(backend(), eos_ids=EOS_IDS),
-        EngineConfig(**sizes, max_num_batched_tokens=256, num_speculative_tokens=num_drafts, speculation_max_batch=3),
+        EngineConfig(**sizes, max_num_batched_tokens=256, num_speculative_tokens=num_drafts, speculation_max_batch=4),
     )
     engine.warm_up(progress=False)
     return engine
 
 
 def requests_of(count: int) -> list[Request]:
-    """Lengths of 1 to 2,000 tokens, evenly in their logarithms; a third begin as others do."""
+    """Lengths of 1 to 2,000 tokens, the short ones more often; a third begin as others do."""
     rng = random.Random(7)
     families = [[rng.randrange(VOCABULARY) for _ in range(LONGEST)] for _ in range(3)]
     requests = []
     for index in range(count):
-        length = LONGEST if index == 0 else round(LONGEST ** rng.random())
+        length = round(LONGEST ** (rng.random() ** 1.3))
+        # One that fills the cache alone, pairs that do together, and among the others some of several blocks.
+        length = {0: LONGEST, 30: 960, 31: 960, 60: 990, 61: 990}.get(index, max(length, 130 * (index % 6 == 0)))
         prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
         if index % 3 == 0:
-            shared = rng.randrange(length + 1)
+            shared = rng.randint(length // 2, length)
             prompt = rng.choice(families)[:shared] + prompt[shared:]
         temperature = rng.choice([0.0, 0.0, 0.7, 1.0])
         params = SamplingParams(
