@@ -58,9 +58,9 @@ class Lanes:
 
 @cache
 def chunk_columns(config: EngineConfig, length: int) -> Columns:
-    one = ("start", "count", "slot", "first", "last", "prompt_tokens", "end_length", "speculates", "want", "want_prompt")
+    own = ("start", "count", "slot", "first", "last", "prompt_tokens", "end_length", "speculates")
     several = {"tokens": length + 1, "page_table": config.max_pages}
-    return Columns(dict.fromkeys(one, 1), several, sampling_widths())
+    return Columns(dict.fromkeys((*own, "want", "want_prompt"), 1), several, sampling_widths())
 
 
 @cache
@@ -80,12 +80,7 @@ def prefill_table(
     columns = chunk_columns(config, call.length)
     num_rows = ranks * config.rows_per_call(call.length)
     table = columns.table(num_rows)
-    # Before the rows: prompt_len is among these columns too, and every row of a prompt needs it.
     sampling: list[SamplingRow | None] = [None] * num_rows
-    for row in call.rows:
-        if row.first or row.last:
-            sampling[row.place] = sampling_row(row)
-    put_sampling(columns, table, sampling)
     columns.one(table, "slot")[:] = config.max_num_seqs
     columns.one(table, "want")[:] = want
     columns.one(table, "want_prompt")[:] = want_prompt
@@ -98,6 +93,9 @@ def prefill_table(
         table[row.place, : len(values)] = values
         tokens[row.place, : len(part)] = part
         page_table[row.place, : len(row.pages)] = row.pages
+        if row.first or row.last:
+            sampling[row.place] = own
+    put_sampling(columns, table, sampling)
     return table
 
 

@@ -20,7 +20,7 @@ from qwenjax.tokenizer import Tokenizer
 from tests.generation import EOS_IDS, VOCABULARY, assert_engine_free, backend
 from tests.helpers import tiny
 
-LONGEST, MOST_TOKENS = 2000, 48
+LONGEST, MOST_TOKENS = 2000, 40
 Request = tuple[list[int], SamplingParams, str | None]
 
 
@@ -48,7 +48,7 @@ def requests_of(count: int) -> list[Request]:
     families = [[rng.randrange(VOCABULARY) for _ in range(LONGEST)] for _ in range(3)]
     requests = []
     for index in range(count):
-        length = round(LONGEST ** (rng.random() ** 1.3))
+        length = round(LONGEST ** (rng.random() ** 1.5))
         # One that fills the cache alone, pairs that do together, and among the others some of several blocks.
         length = {0: LONGEST, 30: 960, 31: 960, 60: 990, 61: 990}.get(index, max(length, 130 * (index % 6 == 0)))
         prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
