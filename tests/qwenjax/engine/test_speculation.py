@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[RequestOutput]:
     """Every request of PARAMS without speculation."""
-    return run(speculating_llm(folder, num_speculative_tokens=0), list(PARAMS))
+    return run(speculating_llm(folder, num_speculative_tokens=0, max_num_seqs=1), list(PARAMS))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_outputs_alone_equal_those_in_a_batch(speculating: LLM, plain: list[Requ
         assert drawn(alone) == drawn(plain[place : place + 1])
 
 
-@pytest.mark.parametrize(("data", "model"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("data", "model"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_mesh_draws_the_same(folder: Path, plain: list[RequestOutput], data: int, model: int) -> None:
     llm = speculating_llm(folder, num_speculative_tokens=2, data_parallel=data, model_parallel=model, max_num_seqs=1)
     assert drawn(run(llm, list(PARAMS))) == drawn(plain)

@@ -1,4 +1,5 @@
-"""One process of an engine over two: `python two_processes.py PROCESS PORT`. The first prints what it generated."""
+"""One process of an engine over two: `python two_processes.py PROCESS PORT DATA MODEL`. The first prints what it
+generated."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from qwenjax.tokenizer import Tokenizer
 from tests.generation import EOS_IDS, VOCABULARY, backend, random_ids
 from tests.helpers import tiny
 
-MESHES = ((2, 1), (1, 2))
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (random_ids(40), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
     (random_ids(5), SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=20, logprobs=2, ignore_eos=True)),
@@ -55,19 +55,15 @@ def generate(engine: Engine) -> list[Any]:
 
 
 def main() -> None:
-    process, port = int(sys.argv[1]), sys.argv[2]
+    process, port, mesh = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-    found = []
-    for data, model in MESHES:
-        engine = engine_on(data, model)
-        if process:
-            engine.follow()
-        else:
-            found.append(generate(engine))
-            engine.close()
-    if not process:
-        print(json.dumps(found))
+    engine = engine_on(*map(int, mesh))
+    if process:
+        engine.follow()
+    else:
+        print(json.dumps(generate(engine)))
+        engine.close()
     jax.distributed.shutdown()
 
 
