@@ -118,6 +118,7 @@ class AsyncEngine:
                 self._commands.append(lambda: self.engine.abort(list(self._streams)))
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
+        self.engine.close()
 
     def _run(self) -> None:
         try:
