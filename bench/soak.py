@@ -101,7 +101,10 @@ async def soak(target: Target, pid: int, minutes: float, streams: int) -> list[s
     """What was not level, in words; empty where all was."""
     load, begun = Load(), time.monotonic()
     before = await gauges(target)
-    await asyncio.sleep(2)  # for that connection to close
+    rng = random.Random(-1)
+    for _ in range(4):  # workers connect to each other when there is something to send
+        await one(target, rng, list(range(300, 500)), Load())
+    await asyncio.sleep(2)  # for those connections to close
     start = Held.by(pid)
     common = list(range(300, 500))
     warm: Held | None = None

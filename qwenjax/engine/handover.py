@@ -110,14 +110,13 @@ class PrefillEngine(Engine):
         params: SamplingParams,
         index: int = 0,
         wanted_from: int = 0,
-        prompt: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
         """Queues a prompt for the output `index` of a request; pages of tokens from wanted_from on are staged.
 
         Raises ValueError as `add_request` does.
         """
-        request = self._new_request(request_id, prompt_token_ids, params, [index], prompt, cache_salt)
+        request = self._new_request(request_id, prompt_token_ids, params, [index], None, cache_salt)
         job = request.sequences[0].job
         job.end_length = len(prompt_token_ids) + 1  # for the scheduler and the device; the host knows more
         self._enter(request)
@@ -290,14 +289,13 @@ class DecodeEngine(Engine):
         prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
         index: int = 0,
-        prompt: str | None = None,
         cache_salt: str | None = None,
     ) -> int | None:
         """Takes a slot and pages for the output `index` of a request. How many tokens of its prompt are cached and need
         not come, whole pages; None where there is no room. Raises ValueError as `Engine.add_request` does."""
         if request_id in self._reserved:
             raise ValueError(f"request_id {request_id!r} is in use")
-        request = self._new_request(request_id, prompt_token_ids, params, [index], prompt, cache_salt)
+        request = self._new_request(request_id, prompt_token_ids, params, [index], None, cache_salt)
         job = request.sequences[0].job
         if not self.scheduler.reserve(job):
             return None

@@ -89,7 +89,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         peer = await reader.connect(hello.metadata)
 
         prompt = random_ids(60)
-        router.tell.put_nowait(Prefill(7, Work(tuple(prompt), greedy(5), 0, None, None), 0))
+        router.tell.put_nowait(Prefill(7, Work(tuple(prompt), greedy(5), 0, None), 0))
         offers = list[Offer]()
         while isinstance(said := await router.said.get(), Offer):
             offers.append(said)
@@ -147,7 +147,7 @@ def test_a_worker_whose_engine_fails_ends_with_an_error(engine: PrefillEngine, m
         hello = await router.said.get()
         assert isinstance(hello, Hello)
         router.tell.put_nowait(Welcome(hello.number))
-        router.tell.put_nowait(Prefill(1, Work((1, 2), greedy(5), 0, None, None), 0))
+        router.tell.put_nowait(Prefill(1, Work((1, 2), greedy(5), 0, None), 0))
         with pytest.raises(RuntimeError, match="the engine failed: as if out of memory"):
             await running
 

@@ -37,7 +37,7 @@ PARAMS = SamplingParams(temperature=0.5, seed=2**64 - 1, stop=("a", "b"), logit_
 
 
 def test_messages_are_equal_after_the_wire() -> None:
-    reserve = Reserve(3, Work((1, 2, 3), PARAMS, 1, "text", None))
+    reserve = Reserve(3, Work((1, 2, 3), PARAMS, 1, "salt"))
     assert decode_to_worker(encode(reserve)) == reserve
     logprobs = ({5: Logprob(-0.5, 1, "x"), 9: Logprob(-1.5, 2, "y")},)
     tokens = Tokens(4, Grown(2, (5,), "x", logprobs, -0.5, "stop", 9))
@@ -62,7 +62,7 @@ def test_what_is_no_message_is_refused(data: bytes, message: str) -> None:
 
 
 def test_parameters_out_of_range_are_refused() -> None:
-    good = msgspec.to_builtins(Reserve(3, Work((1,), PARAMS, 0, None, None)))
+    good = msgspec.to_builtins(Reserve(3, Work((1,), PARAMS, 0, None)))
     good["work"]["params"]["top_p"] = 2.0
     with pytest.raises(MessageError, match="top_p is 2"):
         decode_to_worker(bytes([VERSION]) + msgspec.msgpack.encode(good))

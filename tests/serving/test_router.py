@@ -48,7 +48,7 @@ LENGTH = 3  # tokens of an output
 
 
 def work(*prompt: int) -> Work:
-    return Work(prompt, SamplingParams(temperature=0, max_tokens=LENGTH), 0, None, None)
+    return Work(prompt, SamplingParams(temperature=0, max_tokens=LENGTH), 0, None)
 
 
 def grown(start: int, *tokens: int, end: bool = False) -> Grown:
@@ -375,5 +375,5 @@ def test_the_choice_follows_prefixes_only_within_the_slack() -> None:
 @pytest.mark.parametrize("salts", [("a", "b"), (None, "a")])
 def test_salted_prompts_share_no_prefix(salts: tuple[str | None, str | None]) -> None:
     params = SamplingParams(max_tokens=1)
-    one, other = (prefix_keys(Work(tuple(range(128)), params, 0, None, salt)) for salt in salts)
+    one, other = (prefix_keys(Work(tuple(range(128)), params, 0, salt)) for salt in salts)
     assert not set(one) & set(other)

@@ -90,7 +90,6 @@ class Work(msgspec.Struct, frozen=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     index: int
-    prompt: str | None
     cache_salt: str | None
 
 

@@ -89,7 +89,7 @@ class RouterBackend:
         request = self._requests[request_id] = _Request(request_id, prompt, list(ids))
         for index in range(params.n):
             own = settled if index == 0 else replace(settled, prompt_logprobs=None)
-            output = request.output(Work(ids, own, index, prompt, cache_salt))
+            output = request.output(Work(ids, own, index, cache_salt))
             self.router.submit(output, time.monotonic())
         return self._outputs(request)
 

@@ -99,7 +99,7 @@ class DecodeWorker(Worker):
         try:
             num_cached = await self.engine.call(
                 lambda: engine.reserve(
-                    self._id(ticket), work.prompt_token_ids, work.params, work.index, work.prompt, work.cache_salt
+                    self._id(ticket), work.prompt_token_ids, work.params, work.index, work.cache_salt
                 )
             )
         except ValueError as error:

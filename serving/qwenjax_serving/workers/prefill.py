@@ -106,7 +106,6 @@ class PrefillWorker(Worker):
                 work.params,
                 work.index,
                 message.num_cached,
-                work.prompt,
                 work.cache_salt,
             )
 
