@@ -274,9 +274,9 @@ class DecodeEngine(Engine):
         super().__init__(model, tokenizer, config)
         self._reserved: dict[str, Request] = {}
         self._admission = Columns(
-            dict.fromkeys(("slot", "token", "prompt_len", "end_length", "speculates"), 1)
-            | {"page_table": config.max_pages}
-            | sampling_widths()
+            dict.fromkeys(("slot", "token", "prompt_tokens", "end_length", "speculates"), 1),
+            {"page_table": config.max_pages},
+            sampling_widths(),
         )
         self._idle_pages: dict[jax.Device, jax.Array] = {}
 
@@ -423,7 +423,7 @@ def _admit(
 ) -> tuple[Slots]:
     """Puts the rank's row of an admission into its slot, as the last row of a prefill would have."""
     slot, token, prompt_len, end_length, speculates = (
-        columns.one(table, name) for name in ("slot", "token", "prompt_len", "end_length", "speculates")
+        columns.one(table, name) for name in ("slot", "token", "prompt_tokens", "end_length", "speculates")
     )
 
     def put(array: jax.Array, values: jax.Array) -> jax.Array:
