@@ -109,9 +109,11 @@ class Tokenizer:
         """One id's bytes: part of a character, or several. Empty for skipped and unknown ids."""
         if skip_special_tokens and token_id in self.special_ids:
             return b""
+        if not 0 <= token_id < self.vocab_size:  # not kept: there are many of them
+            return b""
         data = self._bytes.get(token_id)
         if data is None:
-            token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+            token = self._backend.id_to_token(token_id)
             data = self._bytes[token_id] = b"" if token is None else _token_bytes(token)
         return data
 

@@ -400,9 +400,9 @@ class Engine:
                 self._add_prompt_logprobs(request, row.start, row.count, _at(found["prompt_logprobs"], row.place))
                 changed[request.request_id] = request
             if row.last:
-                if sequence.output.index == 0 and not sequence.output.token_ids:
+                if not sequence.output.token_ids:
                     self._prompt_tokens += sequence.prompt_len
-                    self._cached_prompt_tokens += request.num_cached_tokens
+                    self._cached_prompt_tokens += sequence.job.num_cached
                 self._append(sequence, int(found["tokens"][row.place]), _logprobs_at(found, row.place), now)
                 changed[request.request_id] = request
                 self._prefilled(sequence, row, found)

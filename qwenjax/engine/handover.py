@@ -325,8 +325,6 @@ class DecodeEngine(Engine):
         self._put_pages(job.rank, job.pages[first_page:], arrived.pages)
         self._run(("admit", None), *self._admission_of(sequence, arrived))
         self.scheduler.arrived(job)
-        self._prompt_tokens += sequence.prompt_len
-        self._cached_prompt_tokens += job.num_cached
 
     def _put_pages(self, rank: int, pages: SequenceOf[int], arrived: np.ndarray) -> None:
         mesh = self.model.mesh

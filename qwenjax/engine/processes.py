@@ -20,6 +20,7 @@ import numpy as np
 _HEADER = struct.Struct("!4sBIHII")  # magic, kind, number of the call, program, rows and width of the table
 _MAGIC = b"qjp1"
 _IDLE, _CALL, _END = range(3)
+_HELLO_SECONDS = 5.0
 _MEET_SECONDS = 300.0  # for all processes to have built their engine: they load and compile at their own pace
 PLAN_SECONDS = 60.0
 
@@ -159,7 +160,17 @@ def meet() -> Leader | Follower:
                 missing = sorted(set(range(1, jax.process_count())) - set(found))
                 raise TimeoutError(f"waited {_MEET_SECONDS:g} s for the engines of processes {missing}") from None
             _without_delay(follower)
-            found[follower.recv(1)[0]] = follower
+            # A stranger that connects and stays silent, or says nothing that fits, is not waited for.
+            follower.settimeout(_HELLO_SECONDS)
+            try:
+                process = int.from_bytes(follower.recv(1))
+            except TimeoutError:
+                process = 0
+            if process in found or not 0 < process < jax.process_count():
+                follower.close()
+                continue
+            follower.settimeout(None)
+            found[process] = follower
     return Leader([found[process] for process in sorted(found)])
 
 

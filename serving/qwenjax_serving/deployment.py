@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ def _deployment(found: dict[str, Any]) -> Deployment:
     if not isinstance(address, str) or not address.startswith("tcp://"):
         raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
     for name, value in router.items():
-        if isinstance(value, bool) or not isinstance(value, int | numbers[name]) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | numbers[name]) or not 0 < value < math.inf:
             raise ValueError(f"[router] {name} is {value!r}; it is a number above 0")
     workers = list[WorkerPlan]()
     roles: tuple[Role, ...] = ("prefill", "decode")
@@ -105,6 +106,8 @@ def _deployment(found: dict[str, Any]) -> Deployment:
 
 def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
     name = table.pop("name", name)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a {role} worker is {name!r}; it is a string")
     env, staging = table.pop("env", {}), table.pop("staging_pages", None)
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise ValueError(f"{name}: env is {env!r}; it is a table of strings")

@@ -31,6 +31,12 @@ def run_deployment(arguments: argparse.Namespace) -> int:
         plan = deployment.worker(arguments.name or f"{role}-0")
         if plan.role != role:
             raise ValueError(f"--name {plan.name}: {arguments.config} makes it a {plan.role} worker, not --role {role}")
+        serve.check_no_http_arguments(arguments, role)
+        for variable, value in plan.env.items():
+            if os.environ.get(variable) != value:
+                raise ValueError(
+                    f"{plan.name}: {arguments.config} says {variable}={value}; export it before you start it"
+                )
         run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision)
         return 0
     if arguments.name is not None:

@@ -66,9 +66,9 @@ class RequestMetrics(Collector):
         self._ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
         self._answers: Counter[tuple[str, int]] = Counter()
 
-    def watch(self) -> Watch:
-        """To be told of a request's outputs as they come."""
-        return Watch(self._first, self._between, self._whole, self._queued, self._ends)
+    def watch(self, arrival: float) -> Watch:
+        """To be told of a request's outputs as they come. arrival: of the request, as time.monotonic() has it."""
+        return Watch(self._first, self._between, self._whole, self._queued, self._ends, arrival)
 
     def aborted(self) -> None:
         """A request that was accepted was given up: its client left, or it failed."""
@@ -97,10 +97,16 @@ class Watch:
     """One request as the front end sees it."""
 
     def __init__(
-        self, first: Histogram, between: Histogram, whole: Histogram, queued: Histogram, ends: Counter[str]
+        self,
+        first: Histogram,
+        between: Histogram,
+        whole: Histogram,
+        queued: Histogram,
+        ends: Counter[str],
+        arrival: float,
     ) -> None:
         self._first, self._between, self._whole, self._queued, self._ends = first, between, whole, queued, ends
-        self._arrival = time.monotonic()
+        self._arrival = arrival
         self._seen: dict[int, tuple[int, float]] = {}
         self._ended: set[int] = set()
 

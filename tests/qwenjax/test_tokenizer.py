@@ -103,6 +103,12 @@ def test_encode_and_decode_equal_transformers(folder, oracle):
         assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(ids, skip_special_tokens=skip)
 
 
+def test_ids_beyond_the_range_leave_nothing_behind():
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(TOKENIZER._backend.to_str()))
+    tokenizer.decode(range(10**6, 10**6 + 50))
+    assert not tokenizer._bytes
+
+
 def test_ids_beyond_the_range_decode_to_nothing():
     ids = TOKENIZER.encode("fox")
     assert TOKENIZER.decode([TOKENIZER.vocab_size, *ids, 151_935, -1, np.int32(2**31 - 1)]) == "fox"

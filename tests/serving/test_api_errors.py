@@ -73,6 +73,7 @@ def refused(path: str, body: Any, **changes: Any) -> Reply:
         (CHAT, SAY | {"min_tokens": 60}, "min_tokens", None),
         (CHAT, SAY | {"echo": True}, "echo", "unknown_parameter"),
         (CHAT, SAY | {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", None),
+        (CHAT, SAY | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", None),
         ("/tokenize", {}, "prompt", None),
         ("/tokenize", SAY | {"add_special_tokens": True}, "add_special_tokens", None),
     ],

@@ -123,6 +123,11 @@ def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subp
             "makes it a prefill worker, not --role decode",
         ),
         (["--config", "FILE", "--role", "decode"], "share a secret: set QWENJAX_SECRET"),
+        (
+            ["--config", "FILE", "--role", "decode", "--api-key", "k"],
+            "--api-key has no effect with --role decode: the router serves HTTP",
+        ),
+        (["--config", "FILE", "--role", "prefill"], "prefill-0: FILE says LEVEL=3; export it before you start it"),
         (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill and decode"),
         (["--config", "missing.toml"], "missing.toml"),
     ],
@@ -135,7 +140,8 @@ def test_options_that_cannot_be_meant_are_refused(
     message: str,
 ) -> None:
     monkeypatch.delenv("QWENJAX_SECRET", raising=False)
-    (tmp_path / "FILE").write_text(ONE_OF_EACH)
+    own = 'model_parallel = 2\nenv = { LEVEL = "3" }\n'
+    (tmp_path / "FILE").write_text(ONE_OF_EACH.replace("model_parallel = 2\n", own))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", "model", "--port", "0", *options]) == 2
+    assert cli.main(["serve", "model", *options]) == 2
     assert message in capsys.readouterr().err

@@ -102,6 +102,7 @@ class Endpoints:
         self._backend, self._metrics, self._settings = backend, metrics, settings
 
     async def complete(self, http: Request) -> Response:
+        arrival = time.monotonic()
         request = parse(await self._body(http), CompletionRequest)
         model = self._backend.model
         self._check_model(request.model)
@@ -118,9 +119,10 @@ class Endpoints:
             "text_completion",
             none_drawn=prompt_alone(request),
         )
-        return self._generate(request, prompts, params, choices, shape)
+        return self._generate(request, prompts, params, choices, shape, arrival)
 
     async def chat(self, http: Request) -> Response:
+        arrival = time.monotonic()
         request = parse(await self._body(http), ChatRequest)
         model = self._backend.model
         self._check_model(request.model)
@@ -137,7 +139,7 @@ class Endpoints:
         shape = Shape(
             f"chatcmpl-{uuid.uuid4().hex}", model.names[0], int(time.time()), "chat.completion", "chat.completion.chunk"
         )
-        return self._generate(request, [prompt], params, choices, shape)
+        return self._generate(request, [prompt], params, choices, shape, arrival)
 
     def _generate(
         self,
@@ -146,6 +148,7 @@ class Endpoints:
         params: Any,
         choices: Choices,
         shape: Shape,
+        arrival: float,
     ) -> Response:
         generation = Generation(
             self._backend,
@@ -155,6 +158,7 @@ class Endpoints:
             params,
             request.cache_salt,
             request.__struct_fields__,
+            arrival,
         )
         return GenerationResponse(generation, choices, shape, request.stream is True, request.stream_options)
 
@@ -182,7 +186,8 @@ class Endpoints:
     async def detokenize(self, http: Request) -> Response:
         request = parse(await self._body(http), DetokenizeRequest)
         self._check_model(request.model)
-        return _json({"prompt": self._backend.model.tokenizer.decode(request.tokens, skip_special_tokens=False)})
+        text = await asyncio.to_thread(self._backend.model.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
 
     async def models(self, http: Request) -> Response:
         return _json({"object": "list", "data": [self._card(name) for name in self._backend.model.names]})

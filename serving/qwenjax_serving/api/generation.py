@@ -30,8 +30,10 @@ class Generation:
         params: SamplingParams,
         cache_salt: str | None,
         fields: Collection[str],
+        arrival: float,
     ) -> None:
-        """fields: of the request, for errors to name."""
+        """fields: of the request, for errors to name. arrival: of time.monotonic()."""
+        self._arrival = arrival
         self._fields = fields
         self._backend, self._metrics, self._params, self._cache_salt = backend, metrics, params, cache_salt
         self._prompts = {f"{request_id}-{place}": prompt for place, prompt in enumerate(prompts)}
@@ -99,7 +101,7 @@ class Generation:
                 yield self._keep(place, item)
 
     async def _outputs(self, request_id: str, stream: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
-        watch = self._metrics.watch()
+        watch = self._metrics.watch(self._arrival)
         async for result in stream:
             watch.saw(result)
             if result.finished:

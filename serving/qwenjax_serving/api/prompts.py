@@ -49,7 +49,7 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> Prompt:
     """The conversation as the checkpoint's template renders it. Raises ApiError for what the template cannot take."""
-    reserved = {"messages", "tools", "add_generation_prompt"} & set(chat_template_kwargs or {})
+    reserved = {"self", "messages", "tools", "add_generation_prompt"} & set(chat_template_kwargs or {})
     if reserved:
         name = min(reserved)
         raise ApiError(400, f"chat_template_kwargs holds {name}, which is no variable", param="chat_template_kwargs")

@@ -165,6 +165,15 @@ def check_deployment_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{option} has no effect with --config: the file's {table} says it")
 
 
+def check_no_http_arguments(arguments: argparse.Namespace, role: str) -> None:
+    """Raises ValueError for options of the front end, which a worker does not have."""
+    parser = argparse.ArgumentParser()
+    add_http_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(arguments, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --role {role}: the router serves HTTP")
+
+
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
     # `folder` is what `revision` named. Every option has a flag of its name; a new one without is an error here.
     names = set(EngineOptions.__annotations__) - {"revision"}
