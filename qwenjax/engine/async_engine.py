@@ -7,6 +7,7 @@ import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from qwenjax.engine.engine import Engine
@@ -28,6 +29,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], Iterable[RequestOutput]]] = deque()
         self._streams: dict[str, _Stream] = {}
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -61,10 +63,14 @@ class AsyncEngine:
         return self.stream(request_id, enter)
 
     def stream(self, request_id: str, enter: Callable[[], None]) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request that `enter` gives to the engine, in its thread; as `add` otherwise."""
+        """The outputs of a request that `enter` gives to the engine, in its thread; as `add` otherwise.
+
+        Where `enter` raises ValueError or KeyError and the engine does not have the request, the iterator raises that
+        and others go on; what else it raises ends the engine.
+        """
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError(f"the engine failed: {self._failure}") from self._failure
+                raise self._failed()
             if self._closing:
                 raise RuntimeError("the engine is closed")
             if request_id in self._streams:
@@ -72,7 +78,14 @@ class AsyncEngine:
             stream = self._streams[request_id] = _Stream(asyncio.get_running_loop())
 
             def command() -> Iterable[RequestOutput]:
-                enter()
+                try:
+                    enter()
+                except (ValueError, KeyError) as error:
+                    if self.engine.has(request_id):
+                        raise
+                    with self._changed:
+                        del self._streams[request_id]
+                    stream.call(stream.fail, error)
                 return ()
 
             self._commands.append(command)
@@ -95,9 +108,11 @@ class AsyncEngine:
 
         with self._changed:
             if self._failure is not None or self._closing:
-                raise RuntimeError(f"the engine failed: {self._failure}" if self._failure else "the engine is closed")
+                raise self._failed() if self._failure is not None else RuntimeError("the engine is closed")
+            self._calls.add(result)
             self._commands.append(command)
             self._changed.notify()
+        result.add_done_callback(self._calls.discard)
         return await asyncio.wrap_future(result)
 
     def abort(self, request_id: str) -> None:
@@ -120,6 +135,11 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         self.engine.close()
 
+    def _failed(self) -> RuntimeError:
+        error = RuntimeError(f"the engine failed: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
     def _run(self) -> None:
         try:
             while True:
@@ -134,10 +154,13 @@ class AsyncEngine:
         except BaseException as error:
             with self._changed:
                 self._failure = error
-                streams = list(self._streams.values())
+                streams, calls = list(self._streams.values()), list(self._calls)
                 self._streams.clear()
             for stream in streams:
-                stream.call(stream.fail, error)
+                stream.call(stream.fail, self._failed())
+            for result in calls:
+                with suppress(concurrent.futures.InvalidStateError):  # it has ended, or its caller has let go
+                    result.set_exception(self._failed())
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         of_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
@@ -196,7 +219,7 @@ class _Outputs(AsyncIterator[RequestOutput]):
         stream = self._stream
         while stream.newest is None:
             if stream.error is not None:
-                raise RuntimeError(f"the engine failed: {stream.error}") from stream.error
+                raise stream.error
             if stream.ended:
                 raise StopAsyncIteration
             stream.arrived.clear()

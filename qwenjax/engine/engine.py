@@ -93,6 +93,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id runs."""
+        return request_id in self._requests
+
     def check(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raises ValueError, naming the field and its limit, for what this engine cannot run."""
         config = self.config

@@ -155,3 +155,30 @@ def test_a_failure_reaches_every_reader(engine: Engine, monkeypatch: pytest.Monk
     run(engine, test)
     monkeypatch.undo()
     engine.abort(["0", "1"])
+
+
+def test_a_failure_reaches_calls_that_wait_behind_it(engine: Engine) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt("as if of the device")  # of a kind that `call` does not hand on
+
+    async def test(running: AsyncEngine) -> None:
+        calls = [asyncio.ensure_future(running.call(each)) for each in (fail, lambda: 1, lambda: 2)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="the engine failed: as if of the device"):
+                await asyncio.wait_for(call, 10)
+
+    run(engine, test)
+
+
+def test_a_request_that_does_not_enter_fails_alone(engine: Engine) -> None:
+    def refuse() -> None:
+        raise ValueError("no such reservation")
+
+    async def test(running: AsyncEngine) -> None:
+        other = running.add("other", [1], greedy(2))
+        with pytest.raises(ValueError, match="no such reservation"):
+            await anext(running.stream("refused", refuse))
+        assert (await last(other)).finished
+        assert (await last(running.add("refused", [1], greedy(2)))).finished  # its id is free
+
+    run(engine, test)
