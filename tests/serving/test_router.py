@@ -271,6 +271,39 @@ def test_pages_that_do_not_come_are_tried_again_and_then_given_up() -> None:
     assert not any(worker.held for worker in world.workers.values())
 
 
+@pytest.mark.parametrize("state", ["prefilling", "decoding"])
+def test_outputs_that_make_no_progress_start_again_or_end_with_an_error(state: str) -> None:
+    world, _, _ = two_of_each()
+    output = world.submit(5)
+    while output.state != state:
+        world.step(world.busy()[0])
+    for worker in world.workers.values():  # its message is lost: it lives and knows nothing
+        worker.inbox = deque(message for message in worker.inbox if not isinstance(message, Prefill | Admit))
+    world.tick(119)
+    assert output.state == state
+    world.tick(2)
+    world.settle()
+    if state == "prefilling":
+        assert world.tokens(0) == [5, 7, 8]
+        assert world.router.num_retries == 1
+    else:
+        assert world.results[0][-1] == "decoding made no progress for 120 s"
+    assert not any(worker.held for worker in world.workers.values())
+
+
+def test_tokens_after_a_gap_end_their_output_with_an_error() -> None:
+    world, _, _ = two_of_each()
+    output = world.submit(5)
+    while output.state != "decoding":
+        world.step(world.busy()[0])
+    assert output.decode is not None
+    world.say(world.workers[output.decode.identity], Tokens(output.ticket, grown(2, 8, end=True)))
+    assert world.tokens(0) == [5]
+    assert world.results[0][-1] == "tokens 1 to 2 were lost between worker and router"
+    world.settle()
+    assert not any(worker.held for worker in world.workers.values())
+
+
 def test_another_first_token_on_another_try_is_an_error() -> None:
     world, _, decode = two_of_each()
     for worker in decode:

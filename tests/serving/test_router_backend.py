@@ -30,7 +30,7 @@ from qwenjax_serving.protocol.messages import (
     Work,
 )
 from qwenjax_serving.protocol.sockets import WorkerSocket
-from qwenjax_serving.router.backend import RouterBackend
+from qwenjax_serving.router.backend import RouterBackend, _sum
 from qwenjax_serving.router.metrics import RouterCollector
 from qwenjax_serving.router.router import RouterSettings
 from qwenjax_serving.transfer.staging import StagingLayout
@@ -198,3 +198,28 @@ def test_figures_of_workers_are_shown(folder: Path) -> None:
         assert found["qwenjax:router_retries_total",] == 0
 
     run(test, folder)
+
+
+def test_a_failure_of_the_router_ends_all_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(backend: RouterBackend, prefill: Played, decode: Played) -> None:
+        prefill.holds = True
+        running = asyncio.create_task(collect(backend, greedy(4)))
+        while not prefill.works and not decode.works:
+            await asyncio.sleep(0.01)
+
+        def fail(_: float) -> None:
+            raise ZeroDivisionError("as if by mistake")
+
+        monkeypatch.setattr(backend.router, "tick", fail)
+        with pytest.raises(BackendError, match="the router failed: as if by mistake"):
+            await running
+        assert not backend.healthy()
+        with pytest.raises(BackendError, match="the router failed: as if by mistake"):
+            await collect(backend, greedy(4), "b")
+
+    run(test, folder)
+
+
+def test_outputs_of_workers_that_speculate_by_unequal_numbers_add_up() -> None:
+    found = [SpeculationStats(2, 3, [2], [1]), None, SpeculationStats(1, 3, [1, 1], [1, 1])]
+    assert _sum(found) == SpeculationStats(3, 6, [3, 1], [2, 1])

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from qwenjax.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, SpeculationStats
 from qwenjax.sampling import new_seed
@@ -37,7 +38,10 @@ class RouterBackend:
         self.router = Router(self._socket.send, self.settings)
         self._requests: dict[str, _Request] = {}
         loop = asyncio.get_running_loop()
+        self._failure: BaseException | None = None
         self._tasks = [loop.create_task(self._listen()), loop.create_task(self._tick())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_done)
 
     @property
     def address(self) -> str:
@@ -62,6 +66,8 @@ class RouterBackend:
         params: SamplingParams,
         cache_salt: str | None,
     ) -> AsyncIterator[RequestOutput]:
+        if self._failure is not None:
+            raise BackendError(f"the router failed: {self._failure}")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         tokenizer, longest = self.model.tokenizer, self.model.max_model_len
@@ -128,6 +134,15 @@ class RouterBackend:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._socket.close()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """Without either task no request can go on: all end with an error."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("the router failed: %s", error, exc_info=error)
+        self._failure = error
+        for request in self._requests.values():
+            request.fail(f"the router failed: {error}")
 
     async def _listen(self) -> None:
         while True:
@@ -229,6 +244,7 @@ def _sum(found: Sequence[SpeculationStats | None]) -> SpeculationStats | None:
     return SpeculationStats(
         sum(each.steps for each in stats),
         sum(each.tokens for each in stats),
-        [sum(counts) for counts in zip(*(each.drafted for each in stats), strict=True)],
-        [sum(counts) for counts in zip(*(each.accepted for each in stats), strict=True)],
+        # Of unequal length where decode workers speculate by unequal numbers of tokens.
+        [sum(counts) for counts in zip_longest(*(each.drafted for each in stats), fillvalue=0)],
+        [sum(counts) for counts in zip_longest(*(each.accepted for each in stats), fillvalue=0)],
     )

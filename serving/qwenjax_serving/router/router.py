@@ -49,13 +49,15 @@ State = Literal["waiting", "reserving", "prefilling", "moving", "decoding", "end
 @dataclass(frozen=True)
 class RouterSettings:
     """worker_timeout: seconds of silence after which a worker is given up. transfer_timeout: seconds that pages may be
-    under way once the prompt is run. absence_timeout: seconds that outputs wait for a role without workers.
-    max_waiting: outputs that wait; more are refused. prefill_queue_tokens: prompt tokens that a prefill worker is given
-    at once, beyond its first prompt; the rest wait here, where the choice is still open. max_attempts: of an output.
+    under way once the prompt is run. progress_timeout: seconds that a worker may say nothing of an output that it
+    prefills or decodes. absence_timeout: seconds that outputs wait for a role without workers. max_waiting: outputs
+    that wait; more are refused. prefill_queue_tokens: prompt tokens that a prefill worker is given at once, beyond its
+    first prompt; the rest wait here, where the choice is still open. max_attempts: of an output.
     """
 
     worker_timeout: float = 3.0
     transfer_timeout: float = 10.0
+    progress_timeout: float = 120.0
     absence_timeout: float = 30.0
     max_waiting: int = 1024
     prefill_queue_tokens: int = 8192
@@ -157,7 +159,7 @@ class Router:
                 self._send(worker.identity, Ping())
         for output in list(self._tickets.values()):
             if output.deadline is not None and now > output.deadline:
-                self._retry(output, f"{output.state} took longer than {self.settings.transfer_timeout:g} s")
+                self._retry(output, self._late(output))
         if self.ready or not self.waiting:
             self._absent_since = None
         elif self._absent_since is None:
@@ -167,6 +169,11 @@ class Router:
             for output in list(self.waiting):
                 self._fail(output, f"there is no {missing} worker")
         self._dispatch(now)
+
+    def _late(self, output: Output) -> str:
+        if output.state in ("prefilling", "decoding"):
+            return f"{output.state} made no progress for {self.settings.progress_timeout:g} s"
+        return f"{output.state} took longer than {self.settings.transfer_timeout:g} s"
 
     def _join(self, sender: bytes, hello: Hello, now: float) -> None:
         if known := self.workers.get(sender):
@@ -226,7 +233,7 @@ class Router:
     def _open(self, role: str) -> list[Worker]:
         return [worker for worker in self.of_role(role) if not worker.leaving]
 
-    def _enter(self, output: Output, state: State, deadline: float | None = None) -> None:
+    def _enter(self, output: Output, state: State, deadline: float) -> None:
         output.state, output.deadline = state, deadline
 
     def _advance(self, worker: Worker, output: Output, message: ToRouter, now: float) -> None:
@@ -247,11 +254,12 @@ class Router:
             assert prefill is not None
             prefill.saw(output.keys)
             decode.saw(output.keys)
-            self._enter(output, "prefilling")
+            self._enter(output, "prefilling", now + self.settings.progress_timeout)
             if output.scheduled is None:
                 output.scheduled = now
             self._send(prefill.identity, Prefill(output.ticket, output.work, message.num_cached))
         elif isinstance(message, Offer) and output.state == "prefilling":
+            output.deadline = now + self.settings.progress_timeout
             self._send(decode.identity, message)
         elif isinstance(message, Prefilled) and output.state == "prefilling":
             assert prefill is not None
@@ -261,14 +269,15 @@ class Router:
                 output.prefilled(message)
             output.first = message
             self._grow(output, message.grown)
-            self._admit_if_all_there(output)
+            self._admit_if_all_there(output, now)
         elif isinstance(message, Taken):
             output.num_taken += 1
-            self._admit_if_all_there(output)
+            self._admit_if_all_there(output, now)
         elif isinstance(message, Tokens) and output.state == "decoding":
+            output.deadline = now + self.settings.progress_timeout
             self._grow(output, message.grown)
 
-    def _admit_if_all_there(self, output: Output) -> None:
+    def _admit_if_all_there(self, output: Output, now: float) -> None:
         first = output.first
         if output.state != "moving" or first is None or output.num_taken < first.num_parts:
             return
@@ -278,10 +287,13 @@ class Router:
         # Up to here the source kept the pages as they were: what was read is what was offered.
         self._send(output.prefill.identity, Release(output.ticket))
         output.prefill = None
-        self._enter(output, "decoding")
+        self._enter(output, "decoding", now + self.settings.progress_timeout)
         self._send(output.decode.identity, Admit(output.ticket, first.grown, first.handover))
 
     def _grow(self, output: Output, grown: Grown) -> None:
+        if grown.start > output.num_tokens:
+            self._fail(output, f"tokens {output.num_tokens} to {grown.start} were lost between worker and router")
+            return
         if output.first_token is None and grown.token_ids:
             output.first_token = grown.token_ids[0]
         elif grown.start == 0 and grown.token_ids and grown.token_ids[0] != output.first_token:
