@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, WorkerPlan
-from qwenjax_serving.workers.process import ADDRESS_VARIABLE, CHILD_VARIABLE
+from qwenjax_serving.workers.process import ADDRESS_VARIABLE, PARENT_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Supervisor:
         self._environment = os.environ | {
             ADDRESS_VARIABLE: address,
             SECRET_VARIABLE: secret.decode(),
-            CHILD_VARIABLE: "1",
+            PARENT_VARIABLE: str(os.getpid()),
         }
         self._deployment = deployment
         self._stopping = False

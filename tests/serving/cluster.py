@@ -21,7 +21,7 @@ from qwenjax_serving.backend import ServedModel
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.fleet import Worker
-from qwenjax_serving.workers.process import ADDRESS_VARIABLE, CHILD_VARIABLE
+from qwenjax_serving.workers.process import ADDRESS_VARIABLE, PARENT_VARIABLE
 from tests.conftest import FAKE_CPU_DEVICES
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Cluster:
                 environment = os.environ | {
                     ADDRESS_VARIABLE: self.backend.address,
                     SECRET_VARIABLE: SECRET,
-                    CHILD_VARIABLE: "1",
+                    PARENT_VARIABLE: str(os.getpid()),
                     # As many as the tests have: compiled programs are kept by the number of devices.
                     "JAX_NUM_CPU_DEVICES": str(FAKE_CPU_DEVICES),
                 }

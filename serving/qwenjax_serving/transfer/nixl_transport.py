@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _POLL = 0.001  # seconds between looks at what is under way; NIXL's own thread for it would spin on a core
 _MEMORY = "DRAM"
+_SETTLE = 10.0  # seconds that reads may go on after their peer was disconnected
 
 
 class TransferError(RuntimeError):
@@ -53,7 +54,14 @@ class NixlTransport:
         self._serving = 0
         self._wake = asyncio.Event()
         self._driver = asyncio.get_running_loop().create_task(self._drive())
+        self._failure: Exception | None = None
         self.metadata = b""
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the transport, if anything did: nothing can be read any more, and what was being read may still
+        arrive in memory."""
+        return self._failure
 
     async def start(self, *buffers: np.ndarray) -> None:
         """Makes the agent and registers the memory that it may read into or be read from."""
@@ -99,7 +107,8 @@ class NixlTransport:
         """Copies ranges, uint64 [ranges, 3] of source address, target address and bytes, from a peer.
 
         A read that takes longer than `timeout` seconds disconnects the peer. Raises TransferError where the bytes did
-        not all come. However it ends, by cancellation too, nothing touches the memory any more.
+        not all come. However it ends, by cancellation too, nothing touches the memory any more, unless the transport
+        has failed.
         """
         task = asyncio.get_running_loop().create_task(self._read(peer, ranges, timeout))
         cancelled = False
@@ -125,17 +134,22 @@ class NixlTransport:
 
         if not len(ranges):
             return
+        self._check()
         try:
             read = _Read(peer, await self._call(post))
         except Exception as error:
             raise TransferError(f"reading from {peer}: {error or type(error).__name__}") from error
+        self._check()
         self._reads.append(read)
         self._wake.set()
         await asyncio.wait([read.settled], timeout=timeout)
         if read.settled.done():
             return read.settled.result()
         await self.disconnect(peer)
-        await asyncio.wait([read.settled])
+        await asyncio.wait([read.settled], timeout=_SETTLE)
+        if not read.settled.done():
+            self._fail(TransferError(f"reading from {peer} does not end, {_SETTLE:g} s after it was disconnected"))
+            self._driver.cancel()
         raise TransferError(f"reading from {peer}: not done within {timeout:g} s")
 
     @contextmanager
@@ -152,7 +166,8 @@ class NixlTransport:
         """Disconnects from every peer, and gives the memory back once nothing touches it."""
         for peer in list(self._peers.values()):
             await self.disconnect(peer)
-        await asyncio.gather(*(read.settled for read in self._reads), return_exceptions=True)
+        if settling := [read.settled for read in self._reads]:
+            await asyncio.wait(settling, timeout=_SETTLE)
         self._driver.cancel()
         for description in self._registered:
             await self._call(self._agent.deregister_memory, description)
@@ -162,7 +177,25 @@ class NixlTransport:
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
 
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TransferError(f"the transport failed: {self._failure}") from self._failure
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("%s: the transport failed: %s", self.name, error)
+        self._failure = error
+        for read in self._reads:
+            read.settled.set_exception(TransferError(f"reading from {read.peer}: the transport failed: {error}"))
+            read.settled.exception()  # looked at: not everyone waits for a read that failed
+        self._reads.clear()
+
     async def _drive(self) -> None:
+        try:
+            await self._look()
+        except Exception as error:
+            self._fail(error)
+
+    async def _look(self) -> None:
         while True:
             if not self._reads and not self._serving:
                 await self._wake.wait()

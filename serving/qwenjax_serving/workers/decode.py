@@ -36,9 +36,11 @@ _READ_TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt long
 
 @dataclass(eq=False)
 class Place:
-    """What is held for an output. slots: of the staging buffer, for positions from `first` on."""
+    """What is held for an output. request_id: the engine's, which stays when this worker joins anew. slots: of the
+    staging buffer, for positions from `first` on."""
 
     work: Work
+    request_id: str
     slots: list[int] = field(default_factory=list)
     first: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -66,7 +68,8 @@ class DecodeWorker(Worker):
                 if self._sources.pop(message.worker, None) is not None:
                     await self.transport.disconnect(message.worker)
             case Reserve():
-                self._places[message.ticket] = Place(message.work)
+                # Tickets of another router may be the same.
+                self._places[message.ticket] = Place(message.work, f"{self._number}-{message.ticket}")
                 self._do(message.ticket, self._reserve(message.ticket, message.work))
             case Offer():
                 if message.ticket in self._places:
@@ -91,15 +94,12 @@ class DecodeWorker(Worker):
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def _id(self, ticket: int) -> str:
-        return f"{self._number}-{ticket}"  # tickets of another router may be the same
-
     async def _reserve(self, ticket: int, work: Work) -> None:
         engine, place, size = self._decode_engine, self._places[ticket], self._engine.config.page_size
         try:
             num_cached = await self.engine.call(
                 lambda: engine.reserve(
-                    self._id(ticket), work.prompt_token_ids, work.params, work.index, work.cache_salt
+                    place.request_id, work.prompt_token_ids, work.params, work.index, work.cache_salt
                 )
             )
         except ValueError as error:
@@ -146,7 +146,8 @@ class DecodeWorker(Worker):
         place.slots = []
         arrived = Arrived(handover.token, grown.logprobs[0] if grown.logprobs else None, hidden, pages)
         growth = Growth(grown)
-        async for output in self.engine.stream(self._id(ticket), lambda: engine.admit(self._id(ticket), arrived)):
+        request_id = place.request_id
+        async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
             self.send(Tokens(ticket, growth.of(output.outputs[0], output.speculation)))
         self._places.pop(ticket, None)
 
@@ -162,8 +163,7 @@ class DecodeWorker(Worker):
             if tasks:
                 await asyncio.wait(tasks)
             self.staging.give_back(place.slots)
-            request_id = self._id(ticket)
             with suppress(RuntimeError):  # an engine that has failed holds nothing
-                await self.engine.call(lambda: self._decode_engine.cancel(request_id))
+                await self.engine.call(lambda: self._decode_engine.cancel(place.request_id))
         finally:
             self._dropping.discard(ticket)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,13 +139,23 @@ class PrefillWorker(Worker):
         self._begin_waiting()
 
     def _stage(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread of its own: waits for the device, and hands its pages to the loop."""
+        """In a thread of its own: waits for the device, and hands its pages to the loop. An error ends the worker."""
         while (staged := self._staged.get()) is not None:
-            pages = np.concatenate([np.asarray(array) for array in staged.arrays])
             try:
-                loop.call_soon_threadsafe(self._offer, staged, pages)
+                pages = np.concatenate([np.asarray(array) for array in staged.arrays])
+                then = partial(self._offer_or_end, staged, pages)
+            except Exception as error:
+                then = partial(self.end_with, error)
+            try:
+                loop.call_soon_threadsafe(then)
             except RuntimeError:  # the loop has ended
                 return
+
+    def _offer_or_end(self, staged: StagedPages, pages: np.ndarray) -> None:
+        try:
+            self._offer(staged, pages)
+        except Exception as error:
+            self.end_with(error)
 
     def _offer(self, staged: StagedPages, pages: np.ndarray) -> None:
         """Copies pages [pages, heads, planes, page_size, head_dim] to their slots and tells the router."""

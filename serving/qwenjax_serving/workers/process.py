@@ -22,14 +22,14 @@ from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.prefill import PrefillWorker
 
 ADDRESS_VARIABLE = "QWENJAX_ROUTER"
-CHILD_VARIABLE = "QWENJAX_CHILD"  # set where the worker is to end with who started it
+PARENT_VARIABLE = "QWENJAX_PARENT"  # process id of who started the worker, where it is to end with that
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revision: str | None = None) -> None:
     """Loads and compiles, and works until it is told to end. Raises ValueError for what cannot be built."""
-    if os.environ.get(CHILD_VARIABLE):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent := os.environ.get(PARENT_VARIABLE):
+        _end_with(int(parent))
     options: EngineOptions = {**plan.options, "revision": revision}
     if plan.role == "prefill":
         prefill = build_engine(model, PrefillEngine, **options)
@@ -37,6 +37,13 @@ def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revisi
     else:
         decode = build_engine(model, DecodeEngine, **options)
         asyncio.run(_run(DecodeWorker, plan, decode, address, secret))
+
+
+def _end_with(parent: int) -> None:
+    """Lets this process end when its parent does. Raises RuntimeError where that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before prctl, which says nothing of that
+        raise RuntimeError(f"process {parent}, which started this worker, has ended")
 
 
 async def _run(

@@ -61,6 +61,7 @@ class Worker(ABC):
         self._number = 0
         self._engine = engine
         self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
+        self._rejoining: asyncio.Task[None] | None = None  # lets go of what runs: no Hello before that is done
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +96,8 @@ class Worker(ABC):
         finally:
             for task in conversation:
                 task.cancel()
+            if self._rejoining is not None:
+                self._rejoining.cancel()
             self._welcome = False
             await self.drop_all()
             self._socket.send(Goodbye())
@@ -103,9 +106,11 @@ class Worker(ABC):
             await self.engine.aclose()
 
     def send(self, message: Message) -> None:
-        """To the router, unless it has not heard this worker's latest Hello."""
-        if self._welcome:
-            self._socket.send(message)
+        """To the router, unless it has not heard this worker's latest Hello. Where a message cannot be sent the router
+        knows less than it should, and the worker joins anew; the next Status makes up for one that is lost."""
+        if self._welcome and not self._socket.send(message) and not isinstance(message, Status):
+            logger.warning("worker %s: no connection for a %s: it joins anew", self.name, type(message).__name__)
+            self._rejoin()
 
     def fail(self, ticket: int, reason: str, refused: bool = False) -> None:
         logger.warning("worker %s: %s", self.name, reason)
@@ -120,7 +125,12 @@ class Worker(ABC):
 
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.end_with(error)
+
+    def end_with(self, error: BaseException) -> None:
+        """Ends the worker with an error; the first one counts."""
+        if not self._ended.done():
             self._ended.set_exception(error)
 
     async def _listen(self) -> None:
@@ -128,19 +138,24 @@ class Worker(ABC):
             message = await self._socket.receive()
             self._heard = time.monotonic()
             if isinstance(message, Welcome):
-                self._welcome = message.number == self._number
+                self._welcome = message.number == self._number and self._rejoining is None
                 if self._welcome:
                     logger.info("worker %s has joined", self.name)
             elif not self._welcome or isinstance(message, Ping):
                 continue  # said to what this worker was before
             elif isinstance(message, Rejoin):
-                await self._rejoin()
+                self._rejoin()
             else:
                 await self.handle(message)
 
-    async def _rejoin(self) -> None:
+    def _rejoin(self) -> None:
         self._welcome = False
+        if self._rejoining is None:
+            self._rejoining = self.background(self._begin_anew())
+
+    async def _begin_anew(self) -> None:
         await self.drop_all()
+        self._rejoining = None
         self._hello()
 
     def _hello(self) -> None:
@@ -163,12 +178,13 @@ class Worker(ABC):
     async def _beat(self) -> None:
         while True:
             now = time.monotonic()
-            if self.engine.failure is not None:
-                raise RuntimeError(f"the engine failed: {self.engine.failure}") from self.engine.failure
+            for what, failure in ("engine", self.engine.failure), ("transport", self.transport.failure):
+                if failure is not None:
+                    raise RuntimeError(f"the {what} failed: {failure}") from failure
             if self._welcome and now - self._heard > _ROUTER_SILENCE:
                 logger.warning("worker %s: the router has been silent for %.0f s", self.name, now - self._heard)
-                await self._rejoin()
-            elif not self._welcome and now - self._said_hello > _HELLO_AGAIN:
+                self._rejoin()
+            elif not self._welcome and self._rejoining is None and now - self._said_hello > _HELLO_AGAIN:
                 self._hello()
             self.send(self._status())
             if self._leaving is not None and (not self.num_held or now - self._leaving > _LEAVE):

@@ -1,0 +1,209 @@
+"""Decode and prefill workers with engine, transport and router played: what they let go of, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwenjax.sampling_params import SamplingParams
+from qwenjax_serving.protocol.messages import (
+    Full,
+    Message,
+    Rejoin,
+    Reserve,
+    Reserved,
+    Status,
+    Work,
+)
+from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError, _Read
+from qwenjax_serving.workers import process
+from qwenjax_serving.workers import worker as worker_module
+from qwenjax_serving.workers.decode import DecodeWorker
+from qwenjax_serving.workers.prefill import PrefillWorker
+
+WORK = Work((1, 2, 3), SamplingParams(max_tokens=2), 0, None)
+
+
+class PlayedEngine:
+    """Holds reservations, and takes `seconds` over each call."""
+
+    failure: BaseException | None = None
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(page_size=4)
+        self.reserved: set[str] = set()
+
+    def reserve(self, request_id: str, *_: Any) -> int:
+        self.reserved.add(request_id)
+        return 0
+
+    def cancel(self, request_id: str) -> None:
+        self.reserved.discard(request_id)
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self.seconds)
+        return function()
+
+
+class PlayedSocket:
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+        self.tell: asyncio.Queue[Any] = asyncio.Queue()
+        self.connected = True
+
+    def send(self, message: Message) -> bool:
+        if self.connected:
+            self.said.append(message)
+        return self.connected
+
+    async def receive(self) -> Any:
+        return await self.tell.get()
+
+
+class Staging:
+    def __init__(self) -> None:
+        self.num_free = 8
+
+    def take(self, count: int) -> list[int]:
+        self.num_free -= count
+        return list(range(count))
+
+    def give_back(self, slots: list[int]) -> None:
+        self.num_free += len(slots)
+
+
+def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
+    """A worker without what it would load."""
+    worker = kind.__new__(kind)
+    worker.name, worker.engine, worker._engine, worker._decode_engine = "worker", engine, engine, engine
+    worker._socket, worker.staging, worker.transport = socket, Staging(), SimpleNamespace(failure=None)
+    worker._number, worker._welcome, worker._heard, worker._said_hello = 1, True, 1e12, 0.0
+    worker._rejoining, worker._leaving, worker._tasks = None, None, set()
+    worker._ended = asyncio.get_running_loop().create_future()
+    worker._places, worker._sources, worker._dropping, worker._prompts = {}, {}, set(), {}
+    worker._status = lambda: None
+
+    def hello() -> None:
+        worker._number += 1
+        worker._said_hello = asyncio.get_running_loop().time()
+        socket.said.append(worker._number)
+
+    worker._hello = hello
+    return worker
+
+
+def test_a_decode_worker_that_joins_anew_frees_what_it_held_and_then_says_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_BEAT", 0.01)
+
+    async def test() -> None:
+        engine, socket = PlayedEngine(), PlayedSocket()
+        worker = bare(DecodeWorker, engine, socket)
+        conversation = [asyncio.create_task(worker._listen()), asyncio.create_task(worker._beat())]
+        socket.tell.put_nowait(Reserve(7, WORK))
+        while Reserved(7, 0) not in socket.said:
+            await asyncio.sleep(0.01)
+        assert engine.reserved == {"1-7"}
+        engine.seconds = 0.1  # several beats: a Hello would have been said meanwhile
+        socket.tell.put_nowait(Rejoin())
+        while worker._number == 1:
+            await asyncio.sleep(0.005)
+        assert engine.reserved == set()
+        assert worker.staging.num_free == 8
+        assert worker._number == 2
+        for task in conversation:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_worker_whose_message_cannot_be_sent_joins_anew() -> None:
+    async def test() -> None:
+        engine, socket = PlayedEngine(), PlayedSocket()
+        worker = bare(DecodeWorker, engine, socket)
+        await worker.handle(Reserve(7, WORK))
+        await asyncio.sleep(0.01)
+        socket.connected = False
+        worker.send(Status(*[0] * 7))  # the next one says all that this one would have said
+        assert worker._welcome
+        worker.send(Full(8))
+        assert not worker._welcome
+        while worker._rejoining is not None:
+            await asyncio.sleep(0.01)
+        assert (worker._number, engine.reserved) == (2, set())
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("where", ["stager", "offer"])
+def test_an_error_while_staging_ends_the_prefill_worker(where: str) -> None:
+    async def test() -> None:
+        worker = bare(PrefillWorker, PlayedEngine(), PlayedSocket())
+        worker._staged = queue.SimpleQueue()
+        arrays = [] if where == "stager" else [np.zeros((1, 1))]  # nothing to concatenate; nowhere to put it
+        worker._staged.put(SimpleNamespace(arrays=arrays, first_plane=0, num_planes=1, parts=()))
+        worker._staged.put(None)
+        await asyncio.to_thread(worker._stage, asyncio.get_running_loop())
+        with pytest.raises((ValueError, AttributeError)):
+            await worker._ended
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_transport_that_fails_ends_its_reads_and_the_worker() -> None:
+    async def test() -> None:
+        transport = NixlTransport("reader")
+        transport._agent = SimpleNamespace(get_new_notifs=lambda: 1 / 0)
+        read = _Read("peer", None)
+        transport._reads.append(read)
+        transport._wake.set()
+        with pytest.raises(TransferError, match="the transport failed: division by zero"):
+            await read.settled
+        with pytest.raises(TransferError, match="the transport failed"):
+            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=1)
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        worker.transport = transport
+        with pytest.raises(RuntimeError, match="the transport failed: division by zero"):
+            await worker._beat()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_read_that_goes_on_after_its_peer_was_disconnected_fails_the_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qwenjax_serving.transfer.nixl_transport._SETTLE", 0.05)
+
+    async def test() -> None:
+        transport = NixlTransport("reader")
+        transport._agent = SimpleNamespace(
+            get_new_notifs=lambda: None,
+            get_xfer_descs=lambda *_: None,
+            initialize_xfer=lambda *_: None,
+            transfer=lambda _: None,
+            check_xfer_state=lambda _: "PROC",
+            remove_remote_agent=lambda _: None,
+        )
+        with pytest.raises(TransferError, match="not done within"):
+            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=0.05)
+        assert "does not end" in str(transport.failure)
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_worker_whose_parent_ended_before_it_could_say_so_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[int, ...]]()
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *each: said.append(each)))
+    process._end_with(os.getppid())
+    with pytest.raises(RuntimeError, match="process 1234567890, which started this worker, has ended"):
+        process._end_with(1234567890)
+    assert len(said) == 2
