@@ -31,7 +31,7 @@ from qwenjax_ffi import all_reduce_kernel, collectives
 from qwenjax_ffi.all_reduce_choice import Algorithm, bytes_each_way, choose_algorithm, one_shot_limit, predicted_seconds
 from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
 
-NVLINK = {"9.0": 450e9, "10.0": 900e9}  # bytes a second each way, by datasheet
+NVLINK = {"9.0": 450e9, "10.0": 900e9, "10.3": 900e9}  # bytes a second each way, by datasheet
 KIB = 1024
 SIZES = [1 << power for power in range(0, 19, 1)]  # in KiB
 PREFILL = 16384 * 4096 * 2  # bytes: the article's prefill, and this project's bar

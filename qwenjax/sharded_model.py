@@ -102,9 +102,19 @@ def random_model(config: ModelConfig, mesh: Mesh, seed: int = 0, dtype: jnp.dtyp
     Raises MeshError where the model does not divide over the mesh.
     """
     graphdef, abstract = abstract_model(config, mesh, dtype)
+    named = random_parameters(config, mesh, seed, dtype)
+    return ShardedModel(config, mesh, graphdef, from_names(abstract, named))
 
-    def init(key: jax.Array) -> nnx.State:
-        return nnx.state(Qwen3Moe(config, mesh, rngs=nnx.Rngs(key), dtype=dtype))
 
-    state = jax.jit(init, out_shardings=shardings(abstract, mesh))(jax.random.key(seed))
-    return ShardedModel(config, mesh, graphdef, state)
+def random_parameters(
+    config: ModelConfig, mesh: Mesh, seed: int = 0, dtype: jnp.dtype | None = None, only: str = ""
+) -> dict[str, jax.Array]:
+    """The parameters of random_model by name, those whose names begin with `only`; the others are not made."""
+    _, abstract = abstract_model(config, mesh, dtype)
+    placed = {name: sharding for name, sharding in by_name(shardings(abstract, mesh)).items() if name.startswith(only)}
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        named = by_name(nnx.state(Qwen3Moe(config, mesh, rngs=nnx.Rngs(key), dtype=dtype)))
+        return {name: named[name] for name in placed}
+
+    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))

@@ -204,6 +204,8 @@ def _by_blocks(
     Work grows with the rows and the groups that have any, not with their product, as a masked or a
     `jax.lax.ragged_dot` reference would on a CPU.
     """
+    if num_rows == 0:
+        return jnp.zeros((0, width), dtype)
     blocks = RowBlocks(group_sizes, num_rows)
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:

@@ -241,11 +241,6 @@ def store_global_byte(address: Int64, value: Int32) -> None:
     cute.arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def store_global_f32(address: Int64, value: Float32) -> None:
-    """A float to global memory."""
-    cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
 def load_tensor_memory(address: Int32, columns: int) -> tuple[Float32, ...]:
     """A warp's 32 lanes of some consecutive columns (a power of two up to 128): thread l gets lane l of each.
 

@@ -82,7 +82,7 @@ def load_model(
         _check_tied(checkpoint)
     names = _quantised_parameters(stored, pieces, all_linear=quantization == "mxfp8")
     own_dtype = by_name(abstract)["norm"].dtype
-    kept_as = activation_format or default_activation_format(own_dtype, names)
+    kept_as = activation_format or default_activation_format(own_dtype, names, pack)
     if kept_as != "model":
         graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
     abstract = with_mxfp8(abstract, names)

@@ -76,7 +76,7 @@ def restore_model(
         with ocp.StandardCheckpointer() as checkpointer:
             stored = dict(checkpointer.metadata(folder / ORBAX_PARAMETERS).item_metadata or {})
             names = _quantised(stored) & by_name(abstract).keys()
-            kept_as = activation_format or default_activation_format(by_name(abstract)["norm"].dtype, names)
+            kept_as = activation_format or default_activation_format(by_name(abstract)["norm"].dtype, names, pack)
             if kept_as != "model":
                 graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
             abstract = with_mxfp8(abstract, names)

@@ -38,13 +38,15 @@ def layout_for(activation_format: ActivationFormat) -> PackedLayout:
     return "block_scaled" if activation_format == "mxfp8" else "fragments"
 
 
-def default_activation_format(dtype: jnp.dtype, quantised: Collection[str]) -> ActivationFormat:
+def default_activation_format(
+    dtype: jnp.dtype, quantised: Collection[str], pack: bool | None = None
+) -> ActivationFormat:
     """The format of the activations that a model of these MXFP8 parameters multiplies, where nothing else is asked for.
 
     "mxfp8" on Blackwell GPUs, since the kernels there have no other, with a warning: it is not what the same
     checkpoint gives elsewhere. "model" everywhere else.
     """
-    if not quantised or not packs_here(dtype, "mxfp8"):
+    if not quantised or pack is False or not packs_here(dtype, "mxfp8"):
         return "model"
     logger.warning(
         "The GPU is a Blackwell: the inputs of all linear layers are rounded to MXFP8, as the kernels of the %d MXFP8 "

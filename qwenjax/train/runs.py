@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.model import abstract_model
-from qwenjax.sharded_model import ShardedModel, by_name, from_names, random_model
+from qwenjax.sharded_model import ShardedModel, by_name, from_names, random_model, random_parameters
 from qwenjax.train.evaluate import held_out_metrics
 from qwenjax.train.loop import LoopSettings, fit
 from qwenjax.train.losses import HEAD, Loss, LossSettings, Parameters, base_loss, head_loss
@@ -75,8 +75,9 @@ def train_head(
 def add_head(model: ShardedModel, seed: int = 0) -> ShardedModel:
     """`model` with a head of random weights."""
     config = replace(model.config, mtp_num_hidden_layers=1)
-    fresh = random_model(config, model.mesh, seed, model.dtype)
-    return replace(fresh, state=from_names(fresh.state, {**by_name(fresh.state), **by_name(model.state)}))
+    graphdef, abstract = abstract_model(config, model.mesh, model.dtype)
+    named = random_parameters(config, model.mesh, seed, model.dtype, only=HEAD) | by_name(model.state)
+    return replace(model, config=config, graphdef=graphdef, state=from_names(abstract, named))
 
 
 def cast_model(model: ShardedModel, dtype: str) -> ShardedModel:

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.mesh import DATA
 from qwenjax.model import Qwen3Moe
-from qwenjax.sharded_model import EPOCHS_SPEC, ShardedModel, by_name, from_names, on_ranks, random_model
+from qwenjax.sharded_model import EPOCHS_SPEC, ShardedModel, by_name, from_names, on_ranks
 from qwenjax.train.contexts import WindowContext
 from qwenjax.train.forward import first_layers
 from qwenjax.train.losses import HEAD
+from qwenjax.train.runs import add_head
 from qwenjax_ffi.norm import rms_norm
 
 _RIDGE = 1e-4  # of the mean squared input, against directions that the windows hardly show
@@ -37,9 +38,8 @@ def warm_head(model: ShardedModel, windows: np.ndarray) -> ShardedModel:
     inner, outer = (np.asarray(part, np.float64) for part in sums(model.state, windows, model.epochs()))
     ridge = _RIDGE * np.trace(inner) / len(inner)
     projection = np.linalg.solve(inner + ridge * np.eye(len(inner)), outer).T
-    fresh = random_model(replace(config, mtp_num_hidden_layers=1), model.mesh, 0, model.dtype)
-    base, named = by_name(model.state), by_name(fresh.state)
-    named.update(base)
+    fresh, base = add_head(model), by_name(model.state)
+    named = by_name(fresh.state)
     placed = named[f"{HEAD}fc"].sharding
     named[f"{HEAD}fc"] = jax.device_put(jnp.asarray(projection, model.dtype), placed)
     named[f"{HEAD}norm"] = jnp.copy(base["norm"])

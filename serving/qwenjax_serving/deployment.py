@@ -8,7 +8,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from qwenjax.engine.build import EngineOptions
 from qwenjax_serving.protocol.messages import Role
@@ -124,9 +125,18 @@ def _check_options(where: str, table: dict[str, Any]) -> None:
     known = get_type_hints(EngineOptions)
     _check_keys(where, table, set(known))
     for name, value in table.items():
-        # bool is an int to Python, and not to who reads the file.
-        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
-            raise ValueError(f"{where}: {name} is {value!r}, of the wrong type")
+        if not _fits(value, known[name]):
+            raise ValueError(f"{where}: {name} is {value!r}, of the wrong type or none of its values")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value has a type, or one of a union's, or is one of a Literal's."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    # bool is an int to Python, and not to who reads the file.
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def _check_keys(where: str, table: Any, known: set[str]) -> None:

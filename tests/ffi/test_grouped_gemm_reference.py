@@ -33,6 +33,13 @@ GEMM = jax.jit(grouped_gemm, static_argnames=("out_dtype", "activation_format"))
 GATE_UP, DOWN = (jax.jit(op, static_argnames="activation_format") for op in (moe_gate_up, moe_down))
 
 
+def test_no_rows_give_no_results() -> None:
+    weight, sizes, none = jnp.ones((GROUPS, OUT, IN)), jnp.zeros(GROUPS, jnp.int32), jnp.zeros(0, jnp.int32)
+    assert grouped_gemm(jnp.ones((0, IN)), sizes, weight).shape == (0, OUT)
+    assert moe_gate_up(jnp.ones((TOKENS, IN)), none, sizes, weight).shape == (0, OUT // 2)
+    assert moe_down(jnp.ones((0, IN)), sizes, weight, jnp.zeros(0)).shape == (0, OUT)
+
+
 def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 

@@ -53,6 +53,7 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
         (BOTH + '[router]\naddress = "localhost"\n', "it is tcp://HOST:PORT"),
         (BOTH + "[engine]\npages = 3\n", r"\[engine\]: unknown \['pages'\]"),
         (BOTH + "[engine]\nnum_pages = true\n", "num_pages is True, of the wrong type"),
+        (BOTH + '[engine]\nactivation_format = "fp7"\n', "activation_format is 'fp7', of the wrong type or none"),
         ('[[prefill]]\nname = "a"\n[[decode]]\nname = "a"\n', "names of workers are not distinct"),
         ("[[prefill]]\ndata_parallel = 2\n[[decode]]\n", "prefill-0: data_parallel is 2; prefill has one data rank"),
         ("[[prefill]]\nname = 5\n[[decode]]\n", "the name of a prefill worker is 5; it is a string"),

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qwenjax.config import ModelConfig
@@ -52,6 +53,14 @@ def test_memory_is_told_without_loading_a_model(tmp_path: Path, capsys: pytest.C
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "base", "head", "activations", "logits", "total",
     ]  # fmt: skip
+
+
+def test_quantised_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny(), **quantised}))
+    np.save(tmp_path / "tokens.npy", np.ones(400, np.uint16))
+    with pytest.raises(ValueError, match="its weights are MXFP8; train the head on the checkpoint"):
+        run("mtp", tmp_path, "--data", tmp_path / "tokens.npy", "--out", tmp_path / "out", *TRAINING)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

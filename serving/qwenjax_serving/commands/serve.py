@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.engine.build import EngineOptions, build_engine
+from qwenjax.engine.config import MEASURED_SPECULATION_BATCH
 from qwenjax.engine.engine import Engine
 from qwenjax.llm import default_sampling_params
 from qwenjax_serving.api.app import Settings, create_app
@@ -62,7 +63,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     keep = argparse.BooleanOptionalAction
     add("--enable-prefix-caching", action=keep, default=True, help="keep prompts' pages for prompts that begin alike")
     add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 where there is a head")
-    add("--speculation-max-batch", type=int, default=32, metavar="N", help="sequences beyond which steps draft nothing")
+    add(
+        "--speculation-max-batch",
+        type=int,
+        default=MEASURED_SPECULATION_BATCH,
+        metavar="N",
+        help="sequences beyond which steps draft nothing (default %(default)s)",
+    )
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from qwenjax.checkpoint.load import load_model
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.save import save_pretrained
+from qwenjax.checkpoint.stored import parse_quantization
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.sharded_model import ShardedModel
@@ -140,6 +141,8 @@ def _head(arguments: argparse.Namespace) -> int:
     _check(arguments)
     config = ModelConfig.from_folder(folder)
     data = TokenFiles(arguments.data, arguments.length, arguments.batch, arguments.seed, config.vocab_size)
+    if parse_quantization(folder, config.quantization)[0] == "mxfp8":
+        raise ValueError(f"{folder}: its weights are MXFP8; train the head on the checkpoint that they were made from")
     model = load_model(folder, mesh, progress=arguments.progress)
     if not model.config.mtp_num_hidden_layers:
         batches = min(-(-_WARM_TOKENS // (arguments.batch * arguments.length)), data.steps_per_epoch)

@@ -33,10 +33,6 @@ class StagingLayout(msgspec.Struct, frozen=True):
     def kv(self) -> KVLayout:
         return KVLayout(self.kv_heads, self.page_size, len(self.addresses))
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.kv.heads_per_rank * self.planes * self.page_size * self.row_bytes
-
 
 class StagingBuffer:
     """The memory, and which of its slots are in use; a slot is in use on every rank alike."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import numpy as np
 
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import make_mesh
-from qwenjax.sharded_model import by_name, random_model
+from qwenjax.sharded_model import by_name, random_model, random_parameters
 from qwenjax.train.losses import HEAD
 from qwenjax.train.memory import head_training_bytes
+from qwenjax.train.runs import add_head
 from qwenjax.train.step import OptimizerSettings, init_state
 from tests.helpers import tiny
 
@@ -48,6 +52,17 @@ def test_base_and_head_are_counted_as_they_lie_on_a_rank() -> None:
     assert counted["head"] == on_first_rank(state.parameters) * 4
     assert on_first_rank(state.moments) == 2 * on_first_rank(state.parameters) + 8
     assert counted["total"] == sum(size for name, size in counted.items() if name != "total")
+
+
+def test_a_new_head_is_made_without_a_second_base() -> None:
+    config = ModelConfig.from_dict(tiny())
+    model = random_model(config, make_mesh())
+    head = {name: leaf for name, leaf in by_name(add_head(model, 5).state).items() if name.startswith(HEAD)}
+    whole = by_name(random_model(replace(config, mtp_num_hidden_layers=1), make_mesh(), 5).state)
+    for name, leaf in head.items():
+        np.testing.assert_array_equal(leaf, whole[name])
+    made = random_parameters(replace(config, mtp_num_hidden_layers=1), make_mesh(), 5, only=HEAD)
+    assert made.keys() == head.keys()
 
 
 def test_a_head_for_30b_trains_on_one_gpu_of_141_gb() -> None:
