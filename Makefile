@@ -54,7 +54,7 @@ unit: .venv/.dev
 # Python 3.11 alone, since CI has 20 minutes.
 CORE := $(addprefix tests/ffi/test_,$(addsuffix .py,activations attention collectives expert_parallel \
 	experts_training grouped_gemm_reference linear norm routing weights)) \
-	$(addprefix tests/qwenjax/,$(addsuffix .py,engine/test_engine engine/test_processes sampling/test_sample \
+	$(addprefix tests/qwenjax/,$(addsuffix .py,engine/test_engine sampling/test_sample \
 	train/test_loop test_load test_mesh test_model test_mtp test_orbax))
 
 test-py312: .venv-py312/.core

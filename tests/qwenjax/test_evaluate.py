@@ -153,7 +153,7 @@ def test_formats_of_more_bits_cost_less(evaluation: Evaluation) -> None:
     assert all(kl[name, False] < kl[name, True] for name in ("mxfp4", "nvfp4"))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
 def test_a_mesh_gives_the_same_results(evaluation: Evaluation, shape: tuple[int, int]) -> None:
     variants = [Variant("mxfp8"), Variant("mxfp8", True)]
     spread = model_from_tensors(RAW, make_mesh(*shape), TENSORS)

@@ -41,7 +41,13 @@ def llm_of(folder: Path, data: int = 1, model: int = 1) -> LLM:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+# One of each kind of layer; the others compile for minutes together, and their logits are compared in test_parity.
+_QUICK = ("plain", "a dense layer by mlp_only_layers")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_64_greedy_tokens_are_transformers_choice_one_after_another(name: str, tmp_path: Path) -> None:
     # What transformers chooses after each prefix of our output: one pass in place of 64, to the same effect.
     save_oracle(name, tmp_path)
@@ -74,7 +80,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
     return folder, expected
 
 
-@pytest.mark.parametrize(("data", "model"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("data", "model"), [(2, 2), *[pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 1), (4, 1), (1, 4))]]
+)
 def test_64_greedy_tokens_equal_transformers_generate_on_every_mesh(
     plain: tuple[Path, list[list[int]]], data: int, model: int
 ) -> None:

@@ -259,7 +259,9 @@ def test_stacks_that_are_quantised_in_some_layers_are_decoded_with_a_warning(
     assert_same_bits(whole, load(source, quantization="mxfp8"))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2), *[pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 2), (2, 1))]], ids=str
+)
 def test_every_mesh_gives_the_same_logits(
     source: Path, converted: Path, expected: np.ndarray, shape: tuple[int, int]
 ) -> None:
