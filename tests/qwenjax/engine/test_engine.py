@@ -161,7 +161,9 @@ def test_outputs_of_one_prompt_read_it_once(engine: Engine) -> None:
     result = whole(engine, random_ids(40), SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True))
     now = engine.stats()
     assert len({tuple(part.token_ids) for part in result.outputs}) == 3
-    assert now.prompt_tokens - read.prompt_tokens == 40
+    assert now.prompt_tokens - read.prompt_tokens == 3 * 40
+    # The second and third run what lies beyond the cached blocks: 4 pages of 8 tokens.
+    assert now.cached_prompt_tokens - read.cached_prompt_tokens == 2 * 32
     assert sum(len(block.pages) for block in engine.scheduler.pools[0].blocks()) == 4
 
 
