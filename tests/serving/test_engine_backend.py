@@ -31,6 +31,8 @@ class Engine:
 
     def check(self, *_: Any) -> None: ...
 
+    def close(self) -> None: ...
+
     def add_request(self, request_id: str, *_: Any) -> None:
         self.held.append(request_id)
 
