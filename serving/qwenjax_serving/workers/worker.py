@@ -107,8 +107,9 @@ class Worker(ABC):
 
     def send(self, message: Message) -> None:
         """To the router, unless it has not heard this worker's latest Hello. Where a message cannot be sent the router
-        knows less than it should, and the worker joins anew; the next Status makes up for one that is lost."""
-        if self._welcome and not self._socket.send(message) and not isinstance(message, Status):
+        knows less than it should, and the worker joins anew; the next Status makes up for one that is lost, and who
+        leaves has nothing more to say."""
+        if self._welcome and not self._socket.send(message) and not isinstance(message, Status | Leaving):
             logger.warning("worker %s: no connection for a %s: it joins anew", self.name, type(message).__name__)
             self._rejoin()
 
