@@ -11,7 +11,6 @@ rows, never more: rows at and after it are neither read nor written.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.blackwell_packing import BlockScaledRows, rows_shape
+from qwenjax_ffi.implementation import gpu_unavailable
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder
 from qwenjax_kernels.tiles import Epilogue
 from qwenjax_kernels.tiles_sm100 import choose_tile_rows
@@ -46,16 +46,7 @@ def unavailable(
 @functools.cache
 def machine_unavailable() -> str | None:
     """Why the kernels cannot run on this machine; None where they can."""
-    if jax.default_backend() != "gpu":
-        return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
-    if importlib.util.find_spec("cutlass") is None:
-        return "CuTeDSL (nvidia-cutlass-dsl) is not installed"
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability not in CAPABILITIES:
-        return (
-            f"the GPU has compute capability {capability}, the kernel is for {' and '.join(CAPABILITIES)} (Blackwell)"
-        )
-    return None
+    return gpu_unavailable(CAPABILITIES, "Blackwell")
 
 
 def quantise_rows(

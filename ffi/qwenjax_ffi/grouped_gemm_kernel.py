@@ -9,13 +9,13 @@ before.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.activations import ActivationFormat
+from qwenjax_ffi.implementation import gpu_unavailable
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder
 from qwenjax_ffi.weights import MX_BLOCK
 from qwenjax_kernels import fragments
@@ -51,14 +51,7 @@ def unavailable(
 @functools.cache
 def machine_unavailable() -> str | None:
     """Why the kernels cannot run on this machine; None where they can."""
-    if jax.default_backend() != "gpu":
-        return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
-    if importlib.util.find_spec("cutlass") is None:
-        return "CuTeDSL (nvidia-cutlass-dsl) is not installed"
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability != "9.0":
-        return f"the GPU has compute capability {capability}, the kernel is for 9.0 (Hopper)"
-    return None
+    return gpu_unavailable(("9.0",), "Hopper")
 
 
 def grouped_gemm(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Collection
 from typing import Literal
+
+import jax
 
 Implementation = Literal["auto", "reference", "kernel"]
 
@@ -28,3 +32,16 @@ def choose(op: str, implementation: Implementation, unavailable: str | None) -> 
     if unavailable:
         raise KernelUnavailableError(f"{op}: no kernel here: {unavailable}; use implementation='auto' or 'reference'")
     return "kernel"
+
+
+def gpu_unavailable(capabilities: Collection[str], generation: str) -> str | None:
+    """Why CuTeDSL kernels for GPUs of these compute capabilities ("9.0") cannot run on this machine, or None."""
+    if jax.default_backend() != "gpu":
+        return f"the backend is {jax.default_backend()}, not an NVIDIA GPU"
+    if importlib.util.find_spec("cutlass") is None:
+        return "CuTeDSL (nvidia-cutlass-dsl) is not installed"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability not in capabilities:
+        wanted = f"{' and '.join(capabilities)} ({generation})"
+        return f"the GPU has compute capability {capability}, the kernel is for {wanted}"
+    return None

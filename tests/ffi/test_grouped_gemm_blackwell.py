@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -105,7 +106,7 @@ def test_kernels_run_on_blackwell_alone(capability: str, runs: bool, monkeypatch
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     packed = block_scaled(DOWN)
     kernels.machine_unavailable.cache_clear()
     try:

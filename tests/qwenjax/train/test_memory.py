@@ -57,7 +57,9 @@ def test_base_and_head_are_counted_as_they_lie_on_a_rank() -> None:
 def test_a_new_head_is_made_without_a_second_base() -> None:
     config = ModelConfig.from_dict(tiny())
     model = random_model(config, make_mesh())
-    head = {name: leaf for name, leaf in by_name(add_head(model, 5).state).items() if name.startswith(HEAD)}
+    base, grown = by_name(model.state), by_name(add_head(model, 5).state)
+    assert all(grown[name] is leaf for name, leaf in base.items())
+    head = {name: leaf for name, leaf in grown.items() if name not in base}
     whole = by_name(random_model(replace(config, mtp_num_hidden_layers=1), make_mesh(), 5).state)
     for name, leaf in head.items():
         np.testing.assert_array_equal(leaf, whole[name])
