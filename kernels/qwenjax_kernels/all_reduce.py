@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals
-from qwenjax_kernels.all_reduce_parts import OneShotPart, TwoShotPart
+from qwenjax_kernels.all_reduce_parts import OneShotPart, Operands, TwoShotPart
 from qwenjax_kernels.heap_layout import MAX_BLOCKS, ONE_SHOT_BYTES, THREADS, TILE_BYTES, VECTOR, HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch
@@ -145,6 +145,9 @@ class AllReduce:
         bases = peers.Bases(shared_bases, self.ranks)
         bases.load(table)
         own = bases.base(rank)
+        addresses = (x, residual, weight, out, normed)
+        if cutlass.const_expr(self.algorithm == "one_shot"):
+            first_words = Operands(self, addresses).first_vector(block, thread)  # on its way while the epoch is drawn
         if thread == 0:
             begun = signals.arrive(own, block, self.grid)
             cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[shared_epoch, begun])
@@ -156,12 +159,11 @@ class AllReduce:
         )
         record = peers.failure_record(table)
         watch = signals.Watch(bases, own, record, rank, epoch, self.tag, self.timeout_ns, self.trap)
-        common = (self, bases, watch, rank, own, epoch, block, thread)
-        operands = (x, residual, weight, out, normed, shared_sums)
+        common = (self, bases, watch, rank, own, epoch, block, thread, shared_sums)
         rounds = (self.tiles - block + (self.grid - 1)) // self.grid
         if cutlass.const_expr(self.algorithm == "one_shot"):
-            OneShotPart(common, operands).run(rounds)
+            OneShotPart(common, addresses).run(rounds, first_words)
         else:
             transport = peers.MulticastTransport if self.algorithm == "multicast" else peers.PeerTransport
             reducer = transport(bases, table, rank, self.ranks, self.dtype)
-            TwoShotPart(common, operands, reducer).run(rounds)
+            TwoShotPart(common, addresses, reducer).run(rounds)

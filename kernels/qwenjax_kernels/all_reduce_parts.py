@@ -14,23 +14,33 @@ from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_BYTES, T
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
-UNROLL = 4  # vectors of a copy in flight a thread
+UNROLL = 8  # vectors of a copy in flight a thread: a whole tile of 64 KiB at once
+LAST_WARP = THREADS - WARP  # compares the call with the peers', while the others wait for data
 
 
-class Part:
-    """A block's view of the operands, and what follows the sum: a store, or residual addition and RMSNorm."""
+class Operands:
+    """The operands and results of a call, at any alignment: (x, residual, weight, out, normed)."""
 
-    def __init__(self, common: tuple[Any, ...], operands: tuple[Any, ...]) -> None:
-        self.spec, self.bases, self.watch, self.rank, self.own, self.epoch, self.block, self.thread = common
-        self.x, self.residual, self.weight, self.out, self.normed, self.shared_sums = operands
+    def __init__(self, spec: Any, addresses: tuple[Any, ...]) -> None:
+        self.spec = spec
+        self.x, self.residual, self.weight, self.out, self.normed = addresses
         together = self.x | self.out
-        if self.spec.row:
+        if spec.row:
             together = together | self.residual | self.weight | self.normed
         self.aligned = together % VECTOR == 0
 
     @cute.jit
+    def first_vector(self, block: Int32, thread: Int32) -> Words:
+        """The vector of x with which a one-shot thread begins; zeros where it has none."""
+        words = [Uint32(0), Uint32(0), Uint32(0), Uint32(0)]
+        vector = block * self.spec.tile_vectors + thread
+        if thread < self.spec.tile_vectors and vector < self.spec.vectors:
+            words = self.load(self.x, vector, self.spec.elements)
+        return words
+
+    @cute.jit
     def load(self, operand: Int64, vector: Int32, limit: cutlass.Constexpr) -> Words:
-        """A vector of an operand of `limit` elements, at any alignment; zeros past its end."""
+        """A vector of an operand of `limit` elements; zeros past its end."""
         words = [Uint32(0), Uint32(0), Uint32(0), Uint32(0)]
         address = operand + Int64(vector) * VECTOR
         left = limit - vector * self.spec.per_vector
@@ -45,7 +55,7 @@ class Part:
 
     @cute.jit
     def store(self, result: Int64, vector: Int32, words: Words) -> None:
-        """A vector of a result, at any alignment; what lies past its end is left alone."""
+        """A vector of a result; what lies past its end is left alone."""
         address = result + Int64(vector) * VECTOR
         left = self.spec.elements - vector * self.spec.per_vector
         whole = self.aligned
@@ -55,6 +65,16 @@ class Part:
             vectors.store_result(address, words)
         else:
             vectors.scatter_result(address, left, words, self.spec.width)
+
+
+class Part(Operands):
+    """A block's view of a call, and what follows the sum: a store, or residual addition and RMSNorm."""
+
+    def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...]) -> None:
+        spec, self.bases, self.watch, self.rank, self.own, self.epoch, self.block, self.thread, self.shared_sums = (
+            common
+        )
+        super().__init__(spec, addresses)
 
     def add_residual(self, sums: Words, vector: Int32) -> Any:
         """Stores residual + sum, rounded, to out; returns the sum of its squares."""
@@ -110,38 +130,53 @@ class Part:
 class OneShotPart(Part):
     """Round i of a block is the tile i * grid + block: as many vectors as threads, or one row."""
 
-    def __init__(self, common: tuple[Any, ...], operands: tuple[Any, ...]) -> None:
-        super().__init__(common, operands)
+    def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...]) -> None:
+        super().__init__(common, addresses)
         self.flag = Uint32(self.epoch)
         self.rank_bytes = 2 * ONE_SHOT_BYTES
         self.inbox = self.spec.layout.inboxes + Int64(protocol.inbox(self.epoch)) * (self.spec.ranks * self.rank_bytes)
 
     @cute.jit
-    def run(self, rounds: Int32) -> None:
-        """`all_reduce_protocol.ONE_SHOT`."""
+    def run(self, rounds: Int32, first_words: Words) -> None:
+        """`all_reduce_protocol.ONE_SHOT`; first_words: what `first_vector` gave."""
         if self.block == 0:
-            self.watch.tell()
-        for i in range(rounds):
+            self.watch.tell(self.thread - LAST_WARP)
+        self.push_first(first_words)
+        for i in range(1, rounds):
             self.push(i)
+        if self.block == 0:
+            self.watch.agree(self.thread - LAST_WARP)
         for i in range(rounds):
             self.collect(i)
-        if self.block == 0:
-            self.watch.agree()
+
+    @cute.jit
+    def push_first(self, words: Words) -> None:
+        """Round 0: a thread's first vector, loaded before the epoch was known, and the rest of a long row."""
+        vector = self.block * self.spec.tile_vectors + self.thread
+        if self.thread < self.spec.tile_vectors and vector < self.spec.vectors:
+            self.send(vector, words)
+        if cutlass.const_expr(self.spec.tile_vectors > THREADS):
+            self.push_columns(Int32(0), self.thread + THREADS)
 
     @cute.jit
     def push(self, i: Int32) -> None:
         """Stores this rank's words of round i, each beside the epoch, to its place in every rank's inbox."""
+        self.push_columns(i, Int32(self.thread))
+
+    @cute.jit
+    def push_columns(self, i: Int32, column: Int32) -> None:
         spec = self.spec
         first = (i * spec.grid + self.block) * spec.tile_vectors
-        column = Int32(self.thread)
         while column < spec.tile_vectors:
             vector = first + column
             if vector < spec.vectors:
-                words = self.load(self.x, vector, spec.elements)
-                place = self.inbox + Int64(self.rank) * self.rank_bytes + Int64(vector) * (2 * VECTOR)
-                for step in cutlass.range_constexpr(1, spec.ranks + 1):
-                    vectors.store_flagged(self.bases.base((self.rank + step) % spec.ranks) + place, words, self.flag)
+                self.send(vector, self.load(self.x, vector, spec.elements))
             column += THREADS
+
+    def send(self, vector: Int32, words: Words) -> None:
+        place = self.inbox + Int64(self.rank) * self.rank_bytes + Int64(vector) * (2 * VECTOR)
+        for step in range(1, self.spec.ranks + 1):
+            vectors.store_flagged(self.bases.base((self.rank + step) % self.spec.ranks) + place, words, self.flag)
 
     @cute.jit
     def collect(self, i: Int32) -> None:
@@ -208,8 +243,8 @@ class OneShotPart(Part):
 class TwoShotPart(Part):
     """Tile i of a block is the tile i * grid + block of the message, in slot i % SLOTS of the block's rings."""
 
-    def __init__(self, common: tuple[Any, ...], operands: tuple[Any, ...], transport: Any) -> None:
-        super().__init__(common, operands)
+    def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...], transport: Any) -> None:
+        super().__init__(common, addresses)
         self.transport = transport
         ring = Int64(self.block) * (protocol.SLOTS * TILE_BYTES)
         self.staged, self.results = self.spec.layout.staged + ring, self.spec.layout.results + ring
@@ -218,12 +253,12 @@ class TwoShotPart(Part):
     def run(self, tiles: Int32) -> None:
         """`all_reduce_protocol.TWO_SHOT`."""
         if self.block == 0:
-            self.watch.tell()
+            self.watch.tell(self.thread - LAST_WARP)
         for i in range(tiles + protocol.LAST_LAG):
             for step in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
                 self.take(protocol.TWO_SHOT[step], i - protocol.TWO_SHOT[step].lag, tiles)
         if self.block == 0:
-            self.watch.agree()
+            self.watch.agree(self.thread - LAST_WARP)
 
     @cute.jit
     def take(self, step: cutlass.Constexpr, tile: Int32, tiles: Int32) -> None:

@@ -13,8 +13,8 @@ from qwenjax_kernels.all_reduce_protocol import INBOXES, PHASES, SLOTS
 MAX_RANKS = 16
 VECTOR = 16  # bytes that one thread moves at once
 THREADS = 512
-MAX_BLOCKS = 64
-TILE_BYTES = 64 * 1024  # of one step of one block; both rings of all blocks (24 MiB) stay in an L2 of 50 MB and more
+MAX_BLOCKS = 128  # of 132 multiprocessors; 64 moved 184 GB/s each way on H200s, held back by each tile's latencies
+TILE_BYTES = 64 * 1024  # of one step of one block
 ONE_SHOT_BYTES = 512 * 1024  # the largest one-shot message
 LINE = 128
 
@@ -53,7 +53,7 @@ class HeapLayout:
     grid_barrier = 2 * LINE
     headers = 3 * LINE
     signals = headers + INBOXES * MAX_RANKS * 8
-    inboxes = 64 * 1024
+    inboxes = 128 * 1024
 
     @property
     def staged(self) -> int:

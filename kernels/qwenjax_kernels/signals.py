@@ -75,18 +75,16 @@ class Watch:
         self.headers = Int64(HeapLayout.headers) + inbox(epoch) * (8 * MAX_RANKS)
 
     @cute.jit
-    def tell(self) -> None:
-        """Threads below `ranks` of one block tell each rank what this call is."""
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < self.ranks:
+    def tell(self, thread: Int32) -> None:
+        """Threads 0 to `ranks` - 1 of the caller's numbering tell each rank what this call is."""
+        if thread >= 0 and thread < self.ranks:
             place = self.bases.base(thread) + self.headers + Int64(self.rank) * 8
             cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[place, self.header])
 
     @cute.jit
-    def agree(self) -> None:
-        """The same threads compare what every rank told; what was told has come, or comes soon, when data did."""
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < self.ranks:
+    def agree(self, thread: Int32) -> None:
+        """The same threads compare what every rank told."""
+        if thread >= 0 and thread < self.ranks:
             # A wait that gave up returns its target, which no tag makes.
             theirs = self.wait(self.headers + Int64(thread) * 8, self.epoch * STEPS, thread)
             if theirs != self.header and theirs != self.epoch * STEPS:

@@ -138,7 +138,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
         ({"algorithm": "one_shot", "elements": ONE_SHOT_BYTES}, "at most 524288"),
         ({"row": 12, "elements": 24}, "rows must be whole vectors of 16 bytes"),
         ({"row": 65536, "elements": 65536}, "at most 32768 fit a tile"),
-        ({"max_blocks": 65}, "room for 1 to 64"),
+        ({"max_blocks": 129}, "room for 1 to 128"),
     ],
 )
 def test_a_message_that_does_not_fit_is_an_error(changes: dict[str, Any], message: str) -> None:
