@@ -50,7 +50,10 @@ def grouped_gemm(
     """
     _check_groups(group_sizes, weight, layer, x.shape[1])
     if _use_kernel(weight, "grouped_gemm", implementation, x, activation_format, "plain"):
-        return _kernels(weight).grouped_gemm(x, group_sizes, weight, layer, out_dtype=out_dtype)
+        out = jnp.dtype(out_dtype or x.dtype)
+        return (
+            _kernels(weight).grouped_gemm(x, group_sizes, weight, layer, out_dtype=kernel.kernel_dtype(out)).astype(out)
+        )
     weight, layer = _plain(weight, layer)
     x = quantise_activations(x, activation_format)
 

@@ -54,6 +54,11 @@ def machine_unavailable() -> str | None:
     return gpu_unavailable(("9.0",), "Hopper")
 
 
+def kernel_dtype(out: jnp.dtype) -> jnp.dtype:
+    """What a kernel writes for a result of dtype `out`, which it is then rounded to: kernels write these two."""
+    return jnp.dtype(jnp.bfloat16 if out == jnp.bfloat16 else jnp.float32)
+
+
 def grouped_gemm(
     x: jax.Array,
     group_sizes: jax.Array,

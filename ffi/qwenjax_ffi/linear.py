@@ -41,7 +41,9 @@ def linear(
         unavailable = f"the weight is {type(weight).__name__}, the kernel is for PackedMXFP8Weight"
     if choose("linear", implementation, unavailable) == "kernel":
         assert isinstance(weight, PackedMXFP8Weight)
-        y = _one_group(kernels, x, weight, layer, dtype if bias is None else jnp.dtype(jnp.float32))
+        y = _one_group(
+            kernels, x, weight, layer, kernel.kernel_dtype(dtype) if bias is None else jnp.dtype(jnp.float32)
+        )
     else:
         x = quantise_activations(x, activation_format)
         matrix = decode(_plain(select_layer(weight, layer)), x.dtype)

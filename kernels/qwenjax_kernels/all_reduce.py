@@ -122,6 +122,7 @@ class AllReduce:
         bases = storage.bases.data_ptr().toint()
         epoch = storage.epoch.data_ptr().toint()
         sums = storage.sums.data_ptr().toint()
+        peers.Bases(bases, self.ranks).load(table)  # on its way together with the rank
         if peers.this_rank(table) >= 0:
             self.run(x, table, residual, weight, out, normed, bases, epoch, sums)
 
@@ -143,7 +144,6 @@ class AllReduce:
         block, _, _ = cute.arch.block_idx()
         rank = peers.this_rank(table)
         bases = peers.Bases(shared_bases, self.ranks)
-        bases.load(table)
         own = bases.base(rank)
         addresses = (x, residual, weight, out, normed)
         if cutlass.const_expr(self.algorithm == "one_shot"):

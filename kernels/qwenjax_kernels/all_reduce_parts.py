@@ -10,7 +10,16 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals, vectors
-from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_BYTES, THREADS, TILE_BYTES, VECTOR, HeapLayout
+from qwenjax_kernels.heap_layout import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    ONE_SHOT_BYTES,
+    STAGED_BYTES,
+    THREADS,
+    TILE_BYTES,
+    VECTOR,
+    HeapLayout,
+)
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
@@ -246,8 +255,9 @@ class TwoShotPart(Part):
     def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...], transport: Any) -> None:
         super().__init__(common, addresses)
         self.transport = transport
-        ring = Int64(self.block) * (protocol.SLOTS * TILE_BYTES)
-        self.staged, self.results = self.spec.layout.staged + ring, self.spec.layout.results + ring
+        slots = Int64(self.block) * protocol.SLOTS
+        self.staged = self.spec.layout.staged + slots * STAGED_BYTES
+        self.results = self.spec.layout.results + slots * TILE_BYTES
 
     @cute.jit
     def run(self, tiles: Int32) -> None:
@@ -283,11 +293,16 @@ class TwoShotPart(Part):
             fast = cutlass.min(self.spec.full_vectors - first, count)
         return fast
 
+    def share(self, count: Int32) -> Int32:
+        """Vectors of each rank's slice of a tile; the last ranks' may be shorter."""
+        return (count + (self.spec.ranks - 1)) // self.spec.ranks
+
     @cute.jit
     def stage(self, i: Int32) -> None:
-        """Copies tile i of x to the own ring."""
+        """Brings tile i of x to where it is reduced from."""
         first, count = self.extent(i)
-        ring = self.own + self.staged + Int64(protocol.slot(i)) * TILE_BYTES
+        each = self.share(count)
+        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
         fast = self.fast(first, count)
         v = Int32(self.thread)
         while v < fast:
@@ -295,29 +310,30 @@ class TwoShotPart(Part):
             loaded = [vectors.load_operand(self.x + Int64(first + place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
                 # Past the end it is the last vector once more: the same bytes, and no branch between the loads.
-                vectors.store_shared_memory(ring + Int64(places[u]) * VECTOR, loaded[u])
+                vectors.store_shared_memory(self.transport.staging_address(ring, places[u], each), loaded[u])
             v += UNROLL * THREADS
         v = fast + self.thread
         while v < count:
             words = self.load(self.x, first + v, self.spec.elements)
-            vectors.store_shared_memory(ring + Int64(v) * VECTOR, words)
+            vectors.store_shared_memory(self.transport.staging_address(ring, v, each), words)
             v += THREADS
 
     @cute.jit
     def reduce(self, i: Int32) -> None:
-        """Sums this rank's slice of tile i over the ranks' rings and stores it to the results of all."""
+        """Sums this rank's slice of tile i over all ranks and stores it to the results of all."""
         _, count = self.extent(i)
-        each = (count + (self.spec.ranks - 1)) // self.spec.ranks
-        end = cutlass.min((self.rank + 1) * each, count)
-        slot = Int64(protocol.slot(i)) * TILE_BYTES
+        each = self.share(count)
+        mine = cutlass.min(each, count - self.rank * each)
+        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
+        results = self.results + Int64(protocol.slot(i)) * TILE_BYTES + Int64(self.rank * each) * VECTOR
         unroll = self.transport.unroll
-        v = self.rank * each + self.thread
-        while v < end:
-            places = [cutlass.min(v + u * THREADS, end - 1) for u in range(unroll)]
-            sums = self.transport.reduce_from_peers([self.staged + slot + Int64(place) * VECTOR for place in places])
+        v = Int32(self.thread)
+        while v < mine:
+            places = [cutlass.min(v + u * THREADS, mine - 1) for u in range(unroll)]
+            sums = self.transport.reduce_from_peers(ring, places, each)
             for u in cutlass.range_constexpr(unroll):
-                if v + u * THREADS < end:
-                    self.transport.broadcast_to_peers(self.results + slot + Int64(places[u]) * VECTOR, sums[u])
+                if v + u * THREADS < mine:
+                    self.transport.broadcast_to_peers(results + Int64(places[u]) * VECTOR, sums[u])
             v += unroll * THREADS
 
     @cute.jit

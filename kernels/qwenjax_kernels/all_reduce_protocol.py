@@ -9,10 +9,11 @@ Why buffers may be reused without a barrier at the end of a call:
 - A rank that is in epoch e + 1 has finished the kernel of epoch e, in which each of its blocks waited for every peer;
   so every peer has begun epoch e, and has finished epoch e - 1.
 - One-shot inboxes alternate between two, by epoch: what is written in e + 1 was read last in e - 1.
-- Two-shot rings are each block's own, SLOTS tiles deep. A block overwrites a staged tile after waiting for REDUCED of
-  the tile SLOTS before, and a peer writes a result after STAGED of the same tile, which the block signals only after
-  collecting the tile SLOTS before. A call that follows begins after all of this rank's blocks have waited for the last
-  REDUCED of every peer, so that no peer still reads what this rank stages.
+- Two-shot rings are each block's own, SLOTS tiles deep. A block stages a tile (at the ranks that reduce it, or at home
+  for the switch) after waiting for REDUCED of the tile SLOTS before from all of them, and a peer writes a result after
+  STAGED of the same tile, which the block signals only after collecting the tile SLOTS before. A call that follows
+  begins after all of this rank's blocks have waited for the last REDUCED of every peer, so that nobody still reads what
+  this rank staged.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Step:
     """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have
     signalled a phase of that tile, acts, and signals a phase to all of them.
 
-    stage: copies the tile of the message to the own ring. reduce: sums the own slice of the tile over all ranks' rings
-    and stores it to the results of all. collect: reads the tile from the own results.
+    stage: copies each slice of the message's tile to the ring of the rank that reduces it; with multicast, the tile to
+    the own ring. reduce: sums the own slice of the tile over what all ranks staged and stores it to the results of all.
+    collect: reads the tile from the own results.
     """
 
     action: Literal["stage", "reduce", "collect"]

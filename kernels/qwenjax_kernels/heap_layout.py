@@ -15,6 +15,7 @@ VECTOR = 16  # bytes that one thread moves at once
 THREADS = 512
 MAX_BLOCKS = 128  # of 132 multiprocessors; 64 moved 184 GB/s each way on H200s, held back by each tile's latencies
 TILE_BYTES = 64 * 1024  # of one step of one block
+STAGED_BYTES = TILE_BYTES + MAX_RANKS * VECTOR  # a tile as the slices of all ranks, each rounded up to whole vectors
 ONE_SHOT_BYTES = 512 * 1024  # the largest one-shot message
 LINE = 128
 
@@ -38,7 +39,8 @@ class HeapLayout:
     headers: uint64 [inboxes, ranks], epoch << 32 | tag of the call each rank is in.
     signals: uint64 [phases, blocks, ranks], written by the rank of that index.
     inboxes: [inboxes, ranks, vectors, 32 bytes], vectors of 16 bytes as four 8-byte pairs of a word and its epoch.
-    staged, results: [blocks, slots, tile].
+    staged: [blocks, slots, STAGED_BYTES]: over peer memory, every rank's vectors of this rank's slice of a tile,
+    [ranks, slice]; with multicast this rank's own tile. results: [blocks, slots, TILE_BYTES].
     """
 
     ranks: int
@@ -61,7 +63,7 @@ class HeapLayout:
 
     @property
     def results(self) -> int:
-        return self.staged + MAX_BLOCKS * SLOTS * TILE_BYTES
+        return self.staged + MAX_BLOCKS * SLOTS * STAGED_BYTES
 
     @property
     def num_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Every rank's memory, as a kernel sees it: the table of bases, and sums over and stores to all ranks.
 
-`PeerTransport` reads and writes each rank's memory over plain NVLink and sums in float32 in rank order;
-`MulticastTransport` leaves both to the switch (NVLink SHARP, `multimem`): one load returns the sum of all ranks, in the
-switch's order, and one store reaches all. They have the same methods, so that a kernel is written once.
+`PeerTransport` writes to each rank's memory over plain NVLink and sums in float32 in rank order; `MulticastTransport`
+leaves both to the switch (NVLink SHARP, `multimem`): one load returns the sum of all ranks, in the switch's order, and
+one store reaches all. They have the same methods, so that a kernel is written once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import vectors
-from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, multicast_word
+from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, VECTOR, multicast_word
 from qwenjax_kernels.vectors import Words
 
 LOADS_IN_FLIGHT = 8  # vectors a thread asks for before it adds the first
@@ -72,23 +72,31 @@ class Bases:
 
 
 class PeerTransport:
-    """Sums and stores over each rank's own mapping."""
+    """Each rank stores what another is to add straight into that rank's memory: nothing is read over NVLink, so that no
+    load waits for a trip there and back."""
 
     def __init__(self, bases: Bases, table: Int64, rank: Int32, ranks: int, dtype: Any) -> None:
         self.bases, self.rank, self.ranks, self.dtype = bases, rank, ranks, dtype
+        self.own = bases.base(rank)
 
     @property
     def unroll(self) -> int:
         """Vectors that one reduce_from_peers should be given."""
         return max(1, LOADS_IN_FLIGHT // self.ranks)
 
-    def reduce_from_peers(self, offsets: list[Any]) -> list[Words]:
-        """The sums over all ranks of the vectors at these offsets, added in float32 in rank order, rounded once."""
-        sums: list[Any] = [None] * len(offsets)
+    def staging_address(self, ring: Int64, vector: Any, each: Any) -> Int64:
+        """Where a vector of a tile is staged: at the rank that adds it, in the share of this one."""
+        owner = vector // each
+        return self.bases.base(owner) + ring + Int64(self.rank * each + vector - owner * each) * VECTOR
+
+    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any) -> list[Words]:
+        """The sums over all ranks of these vectors of the own slice, added in float32 in rank order, rounded once."""
+        sums: list[Any] = [None] * len(places)
         for first in range(0, self.ranks, LOADS_IN_FLIGHT):
             ranks = range(first, min(first + LOADS_IN_FLIGHT, self.ranks))
             loaded = [
-                [vectors.load_shared_memory(self.bases.base(rank) + offset) for rank in ranks] for offset in offsets
+                [vectors.load_shared_memory(self.own + ring + Int64(rank * each + place) * VECTOR) for rank in ranks]
+                for place in places
             ]
             for i, words_by_rank in enumerate(loaded):
                 for words in words_by_rank:
@@ -106,7 +114,8 @@ class PeerTransport:
 
 
 class MulticastTransport:
-    """The same through the multicast mapping, whose base follows the ranks' in the table."""
+    """The same through the multicast mapping, whose base follows the ranks' in the table. Tiles are staged in the own
+    memory, and the switch reads them."""
 
     unroll = 4
 
@@ -123,18 +132,23 @@ class MulticastTransport:
 
     def __init__(self, bases: Bases, table: Int64, rank: Int32, ranks: int, dtype: Any) -> None:
         self.base, self.dtype = table_address(table, multicast_word(ranks)), dtype
+        self.rank, self.own = rank, bases.base(rank)
         # multimem's operands are floats where its type is f32, else 32-bit words.
         self.register = Float32 if dtype is Float32 else Uint32
 
-    def reduce_from_peers(self, offsets: list[Any]) -> list[Words]:
-        """The sums over all ranks of the vectors at these offsets, added by the switch in float32, rounded once."""
+    def staging_address(self, ring: Int64, vector: Any, each: Any) -> Int64:
+        """Where a vector of a tile is staged."""
+        return self.own + ring + Int64(vector) * VECTOR
+
+    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any) -> list[Words]:
+        """The sums over all ranks of these vectors of the own slice, added by the switch in float32, rounded once."""
         loaded = [
             cute.arch.inline_ptx(
                 self._LOAD_REDUCE[self.dtype] + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
                 write_only_types=[self.register] * 4,
-                read_only_args=[self.base + offset],
+                read_only_args=[self.base + ring + Int64(self.rank * each + place) * VECTOR],
             )
-            for offset in offsets
+            for place in places
         ]
         return [list(words) for words in loaded]
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from qwenjax.quant import quantise_weight
+from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.grouped_gemm import grouped_gemm, moe_down, moe_gate_up
 from qwenjax_ffi.implementation import KernelUnavailableError
+from qwenjax_ffi.linear import linear
 from qwenjax_ffi.packing import pack
 from qwenjax_ffi.weights import MXFP8Weight
 
@@ -72,3 +74,19 @@ def test_a_reference_that_nobody_asked_for_is_said_once_on_a_gpu(
     assert [record.message for record in caplog.records] == [
         "grouped_gemm runs its reference, which is slow on a GPU: the rows are float16, the kernel takes bfloat16"
     ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
+def test_any_result_dtype_is_rounded_to_from_one_that_the_kernel_writes(
+    monkeypatch: pytest.MonkeyPatch, dtype: jnp.dtype
+) -> None:
+    def written(x: jax.Array, sizes: jax.Array, weight: object, layer: object, out_dtype: jnp.dtype) -> jax.Array:
+        assert out_dtype in (jnp.bfloat16, jnp.float32)
+        return jnp.full((x.shape[0], HIDDEN), 1.01, out_dtype)
+
+    monkeypatch.setattr(kernel, "unavailable", lambda *arguments, **named: None)
+    monkeypatch.setattr(kernel, "grouped_gemm", written)
+    packed = pack(DOWN)
+    for result in (grouped_gemm(H, SIZES, packed, 1, out_dtype=dtype), linear(H, packed[0, 0], out_dtype=dtype)):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, jnp.asarray(1.01, dtype))

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from qwenjax_ffi import grouped_gemm_kernel as kernels
-from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, pack, packed_shape, unpack
+from qwenjax_ffi.grouped_gemm import grouped_gemm
+from qwenjax_ffi.linear import linear
+from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, empty_packed, pack, pack_into, packed_shape, unpack
 from qwenjax_ffi.weights import MXFP8Weight, Weight
 from qwenjax_kernels import fragments
 from qwenjax_kernels.tiles import Tile
@@ -105,6 +107,17 @@ def test_float32_result_equals_float64(k: int, width: int, sizes: list[int], til
     y = np.asarray(call(x, jnp.asarray(sizes, jnp.int32), for_kernel(weight), jnp.asarray([LAYER], jnp.int32)))
     expected = np.concatenate([on_host(x[rows]) @ float64(weight, LAYER, g).T for g, rows in spans(sizes)])
     assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_a_dtype_that_the_kernel_does_not_write_is_rounded_to_from_float32() -> None:
+    weight, x, sizes = for_kernel(random_weight(0, (1, 96, 160))), rows_of(1, 40, 160), jnp.asarray([40], jnp.int32)
+    exact = grouped_gemm(x, sizes, weight, out_dtype=jnp.float32, implementation="kernel")
+    for dtype in (jnp.float16, jnp.bfloat16):
+        ours = grouped_gemm(x, sizes, weight, out_dtype=dtype, implementation="kernel")
+        np.testing.assert_array_equal(on_host(ours), on_host(exact.astype(dtype)))
+        np.testing.assert_array_equal(
+            on_host(linear(x, weight[0], out_dtype=dtype, implementation="kernel")), on_host(ours)
+        )
 
 
 @pytest.mark.parametrize("kind", RANDOM)
@@ -357,3 +370,12 @@ def test_a_thousand_calls_repeat_to_the_bit_without_command_buffers() -> None:
 def test_available_here(order: RowOrder) -> None:
     weight = pack(random_weight(21, (2, 64, 128)), order)
     assert kernels.unavailable(rows_of(22, 4, 128), weight, order) is None
+
+
+@pytest.mark.parametrize(("order", "out", "k"), [("gate_up", 1536, 2048), ("plain", 2048, 768)])
+def test_packing_a_layer_takes_less_than_a_layer_beside_the_stack(order: RowOrder, out: int, k: int) -> None:
+    stack = jax.eval_shape(lambda: empty_packed((4, 128, out, k), order))
+    layer = jax.eval_shape(lambda: random_weight(0, (128, out, k)))
+    memory = pack_into.lower(stack, layer, jnp.int32(1)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == stack.data.size
+    assert memory.temp_size_in_bytes < layer.elements.size

@@ -29,7 +29,7 @@ class ProtocolError(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """One all-reduce: its algorithm ("one_shot" or "two_shot"), how many tiles the message has, blocks of its grid."""
+    """One all-reduce: its algorithm ("one_shot", "two_shot", "multicast"), tiles of the message, blocks of its grid."""
 
     algorithm: str
     tiles: int
@@ -172,13 +172,15 @@ class Simulation:
 
     def stage(self, rank: int, number: int, tile: int, place: Key, thread: Thread) -> Iterator[None]:
         for part in range(self.ranks):
-            self.write(("staged", rank, *place, part), self.term(rank, number, tile, part), thread)
+            key = (rank, *place, part) if self.calls[number].algorithm == "multicast" else (part, *place, rank)
+            self.write(("staged", *key), self.term(rank, number, tile, part), thread)
             yield None
 
     def reduce(self, rank: int, number: int, tile: int, place: Key, thread: Thread) -> Iterator[None]:
         total = 0
         for peer in range(self.ranks):
-            total += self.read(("staged", peer, *place, rank), thread)
+            key = (peer, *place, rank) if self.calls[number].algorithm == "multicast" else (rank, *place, peer)
+            total += self.read(("staged", *key), thread)
             yield None
         for step in range(1, self.ranks + 1):
             self.write(("results", (rank + step) % self.ranks, *place, rank), total, thread)

@@ -14,12 +14,14 @@ from tests.kernels.protocol_simulation import Call, ProtocolError, Simulation
 
 
 def some_calls(seed: int, count: int, max_tiles: int, max_grid: int) -> list[Call]:
-    """Both algorithms and several sizes and grids in turn, as one decoder mixes them."""
+    """All algorithms and several sizes and grids in turn, as one decoder mixes them."""
     draw = random.Random(seed)
     calls = []
     for _ in range(count):
         tiles = draw.randint(1, max_tiles)
-        calls.append(Call(draw.choice(("one_shot", "two_shot")), tiles, draw.randint(1, min(tiles, max_grid))))
+        calls.append(
+            Call(draw.choice(("one_shot", "two_shot", "multicast")), tiles, draw.randint(1, min(tiles, max_grid)))
+        )
     return calls
 
 
