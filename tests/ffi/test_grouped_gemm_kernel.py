@@ -110,13 +110,13 @@ def test_float32_result_equals_float64(k: int, width: int, sizes: list[int], til
 
 
 def test_a_dtype_that_the_kernel_does_not_write_is_rounded_to_from_float32() -> None:
-    weight, x, sizes = for_kernel(random_weight(0, (1, 96, 160))), rows_of(1, 40, 160), jnp.asarray([40], jnp.int32)
-    exact = grouped_gemm(x, sizes, weight, out_dtype=jnp.float32, implementation="kernel")
+    weight, x, sizes = for_kernel(random_weight(0, (1, 1, 96, 160))), rows_of(1, 40, 160), jnp.asarray([40], jnp.int32)
+    exact = grouped_gemm(x, sizes, weight, 0, out_dtype=jnp.float32, implementation="kernel")
     for dtype in (jnp.float16, jnp.bfloat16):
-        ours = grouped_gemm(x, sizes, weight, out_dtype=dtype, implementation="kernel")
+        ours = grouped_gemm(x, sizes, weight, 0, out_dtype=dtype, implementation="kernel")
         np.testing.assert_array_equal(on_host(ours), on_host(exact.astype(dtype)))
         np.testing.assert_array_equal(
-            on_host(linear(x, weight[0], out_dtype=dtype, implementation="kernel")), on_host(ours)
+            on_host(linear(x, weight[0, 0], out_dtype=dtype, implementation="kernel")), on_host(ours)
         )
 
 
