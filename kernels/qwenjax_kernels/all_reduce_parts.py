@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels.heap_layout import (
+    LINE,
     MAX_BLOCKS,
     MAX_RANKS,
     ONE_SHOT_BYTES,
@@ -183,9 +184,10 @@ class OneShotPart(Part):
             column += THREADS
 
     def send(self, vector: Int32, words: Words) -> None:
-        place = self.inbox + Int64(self.rank) * self.rank_bytes + Int64(vector) * (2 * VECTOR)
+        place = self.inbox + Int64(self.rank) * self.rank_bytes + Int64(vector) * VECTOR
         for step in range(1, self.spec.ranks + 1):
-            vectors.store_flagged(self.bases.base((self.rank + step) % self.spec.ranks) + place, words, self.flag)
+            there = self.bases.base((self.rank + step) % self.spec.ranks) + place
+            vectors.store_flagged(there, there + ONE_SHOT_BYTES, words, self.flag)
 
     @cute.jit
     def collect(self, i: Int32) -> None:
@@ -217,8 +219,8 @@ class OneShotPart(Part):
         group = peers.LOADS_IN_FLIGHT // 2  # a flagged vector is two loads
         for first in range(0, spec.ranks, group):
             ranks = range(first, min(first + group, spec.ranks))
-            places = [self.own + self.inbox + rank * self.rank_bytes + Int64(vector) * (2 * VECTOR) for rank in ranks]
-            loaded = [vectors.load_flagged(place) for place in places]
+            places = [self.own + self.inbox + rank * self.rank_bytes + Int64(vector) * VECTOR for rank in ranks]
+            loaded = [vectors.load_flagged(place, place + ONE_SHOT_BYTES) for place in places]
             for rank, place, (words, flags) in zip(ranks, places, loaded, strict=True):
                 total = peers.add(total, vectors.floats(self.complete(place, words, flags, rank), spec.dtype))
         assert total is not None
@@ -232,7 +234,7 @@ class OneShotPart(Part):
             started = cute.arch.globaltimer()
             polls = Int32(0)
             while late != Uint32(0):
-                words, flags = vectors.load_flagged(place)
+                words, flags = vectors.load_flagged(place, place + ONE_SHOT_BYTES)
                 late = self.lateness(flags)
                 polls += 1
                 if polls % signals.POLLS_BETWEEN_CHECKS == 0 and late != Uint32(0):
@@ -255,6 +257,7 @@ class TwoShotPart(Part):
     def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...], transport: Any) -> None:
         super().__init__(common, addresses)
         self.transport = transport
+        self.direct = transport.keeps_own and not self.spec.row  # whether reduce writes its own slice out itself
         slots = Int64(self.block) * protocol.SLOTS
         self.staged = self.spec.layout.staged + slots * STAGED_BYTES
         self.results = self.spec.layout.results + slots * TILE_BYTES
@@ -262,11 +265,13 @@ class TwoShotPart(Part):
     @cute.jit
     def run(self, tiles: Int32) -> None:
         """`all_reduce_protocol.TWO_SHOT`."""
+        self.tiles = tiles
         if self.block == 0:
             self.watch.tell(self.thread - LAST_WARP)
         for i in range(tiles + protocol.LAST_LAG):
             for step in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
                 self.take(protocol.TWO_SHOT[step], i - protocol.TWO_SHOT[step].lag, tiles)
+            self.signal(i, tiles)
         if self.block == 0:
             self.watch.agree(self.thread - LAST_WARP)
 
@@ -277,8 +282,22 @@ class TwoShotPart(Part):
             if cutlass.const_expr(step.waits_for is not None):
                 self.wait(step.waits_for, tile)
             getattr(self, step.action)(tile)
-            if cutlass.const_expr(step.signals is not None):
-                self.signal(step.signals, tile)
+
+    @cute.jit
+    def signal(self, turn: Int32, tiles: Int32) -> None:
+        """Tells this block of every rank which phases this one has done in a turn."""
+        cute.arch.sync_threads()
+        if self.thread < self.spec.ranks:
+            self.transport.fence()
+            cute.arch.fence_acq_rel_sys()
+            peer = self.bases.base(self.thread) + Int64(self.rank) * 8
+            for index in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
+                step = protocol.TWO_SHOT[index]
+                if cutlass.const_expr(step.signals is not None):
+                    tile = turn - step.lag
+                    if tile >= 0 and tile < tiles:
+                        value = protocol.signal_value(self.epoch, Int64(tile))
+                        signals.store_release(peer + self.signal_place(step.signals), value)
 
     def extent(self, i: Int32) -> tuple[Int32, Int32]:
         """The first vector of tile i, and how many it has."""
@@ -293,52 +312,87 @@ class TwoShotPart(Part):
             fast = cutlass.min(self.spec.full_vectors - first, count)
         return fast
 
-    def share(self, count: Int32) -> Int32:
-        """Vectors of each rank's slice of a tile; the last ranks' may be shorter."""
-        return (count + (self.spec.ranks - 1)) // self.spec.ranks
+    def slices(self, count: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of a tile of `count` vectors: what each rank reduces (the last ones may less), where this rank's own slice
+        begins, and how many it has."""
+        each = (count + (self.spec.ranks - 1)) // self.spec.ranks
+        start = cutlass.min(self.rank * each, count)
+        return each, start, cutlass.min(each, count - start)
 
     @cute.jit
     def stage(self, i: Int32) -> None:
-        """Brings tile i of x to where it is reduced from."""
+        """Brings tile i of x to where it is reduced: this rank's own slice stays where it is, where that is allowed."""
         first, count = self.extent(i)
-        each = self.share(count)
-        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
+        each, start, mine = self.slices(count)
+        skipped = mine if self.transport.keeps_own else Int32(0)
         fast = self.fast(first, count)
+        fast = fast - cutlass.max(cutlass.min(fast - start, skipped), 0)
+        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
         v = Int32(self.thread)
         while v < fast:
-            places = [cutlass.min(v + u * THREADS, fast - 1) for u in range(UNROLL)]
+            places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
             loaded = [vectors.load_operand(self.x + Int64(first + place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
                 # Past the end it is the last vector once more: the same bytes, and no branch between the loads.
                 vectors.store_shared_memory(self.transport.staging_address(ring, places[u], each), loaded[u])
             v += UNROLL * THREADS
         v = fast + self.thread
-        while v < count:
-            words = self.load(self.x, first + v, self.spec.elements)
-            vectors.store_shared_memory(self.transport.staging_address(ring, v, each), words)
+        while v < count - skipped:
+            place = self.past(v, start, skipped)
+            words = self.load(self.x, first + place, self.spec.elements)
+            vectors.store_shared_memory(self.transport.staging_address(ring, place, each), words)
             v += THREADS
+
+    def past(self, index: Int32, start: Int32, skipped: Int32) -> Int32:
+        """The vector of this index among those of a tile without the `skipped` ones that begin at start."""
+        return index + skipped * Int32(index >= start)
 
     @cute.jit
     def reduce(self, i: Int32) -> None:
-        """Sums this rank's slice of tile i over all ranks and stores it to the results of all."""
-        _, count = self.extent(i)
-        each = self.share(count)
-        mine = cutlass.min(each, count - self.rank * each)
+        """Sums this rank's slice of tile i over all ranks and stores it to the results."""
+        first, count = self.extent(i)
+        _, start, mine = self.slices(count)
+        if start + mine <= self.fast(first, count):
+            self.reduce_slice(i, vectors.load_operand, vectors.store_result)
+        else:
+            self.reduce_slice(i, None, None)
+
+    @cute.jit
+    def reduce_slice(self, i: Int32, load: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
+        """`reduce`, with the accesses of the own operand and result: None where they may be ragged."""
+        first, count = self.extent(i)
+        each, start, mine = self.slices(count)
         ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
-        results = self.results + Int64(protocol.slot(i)) * TILE_BYTES + Int64(self.rank * each) * VECTOR
+        results = self.results + Int64(protocol.slot(i)) * TILE_BYTES + Int64(start) * VECTOR
         unroll = self.transport.unroll
         v = Int32(self.thread)
         while v < mine:
             places = [cutlass.min(v + u * THREADS, mine - 1) for u in range(unroll)]
-            sums = self.transport.reduce_from_peers(ring, places, each)
+            own = [self.own_words(first + start + place, load) for place in places]
+            sums = self.transport.reduce_from_peers(ring, places, each, own)
             for u in cutlass.range_constexpr(unroll):
                 if v + u * THREADS < mine:
-                    self.transport.broadcast_to_peers(results + Int64(places[u]) * VECTOR, sums[u])
+                    self.transport.broadcast_to_peers(results + Int64(places[u]) * VECTOR, sums[u], self.direct)
+                    if cutlass.const_expr(self.direct):
+                        if cutlass.const_expr(store is None):
+                            self.store(self.out, first + start + places[u], sums[u])
+                        else:
+                            store(self.out + Int64(first + start + places[u]) * VECTOR, sums[u])
             v += unroll * THREADS
+
+    def own_words(self, vector: Int32, load: Any) -> Words | None:
+        """This rank's vector of its own slice, where it was not staged."""
+        if not self.transport.keeps_own:
+            return None
+        if load is None:
+            return self.load(self.x, vector, self.spec.elements)
+        return load(self.x + Int64(vector) * VECTOR)
 
     @cute.jit
     def collect(self, i: Int32) -> None:
-        """Writes tile i of the results out."""
+        """Writes tile i of the results out, but for what `reduce` wrote there itself."""
+        if i + protocol.LAST_LAG + 1 < self.tiles:
+            self.prefetch(i + protocol.LAST_LAG + 1)
         first, count = self.extent(i)
         ring = self.own + self.results + Int64(protocol.slot(i)) * TILE_BYTES
         if cutlass.const_expr(self.spec.row > 0):
@@ -347,18 +401,31 @@ class TwoShotPart(Part):
             self.collect_vectors(ring, first, count)
 
     @cute.jit
+    def prefetch(self, i: Int32) -> None:
+        """Brings tile i of x to the L2, before the next turn stages it."""
+        first, count = self.extent(i)
+        v = self.thread * (LINE // VECTOR)
+        while v < count:
+            vectors.prefetch(self.x + Int64(first + v) * VECTOR)
+            v += THREADS * (LINE // VECTOR)
+
+    @cute.jit
     def collect_vectors(self, ring: Int64, first: Int32, count: Int32) -> None:
+        _, start, mine = self.slices(count)
+        skipped = mine if self.direct else Int32(0)
         fast = self.fast(first, count)
+        fast = fast - cutlass.max(cutlass.min(fast - start, skipped), 0)
         v = Int32(self.thread)
         while v < fast:
-            places = [cutlass.min(v + u * THREADS, fast - 1) for u in range(UNROLL)]
+            places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
             loaded = [vectors.load_shared_memory(ring + Int64(place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
                 vectors.store_result(self.out + Int64(first + places[u]) * VECTOR, loaded[u])
             v += UNROLL * THREADS
         v = fast + self.thread
-        while v < count:
-            self.store(self.out, first + v, vectors.load_shared_memory(ring + Int64(v) * VECTOR))
+        while v < count - skipped:
+            place = self.past(v, start, skipped)
+            self.store(self.out, first + place, vectors.load_shared_memory(ring + Int64(place) * VECTOR))
             v += THREADS
 
     @cute.jit
@@ -380,16 +447,6 @@ class TwoShotPart(Part):
                 self.scale_row(first + row + column, column, factor)
                 column += WARP
             row += THREADS // WARP * columns
-
-    @cute.jit
-    def signal(self, phase: cutlass.Constexpr, i: Int32) -> None:
-        """Tells this block of every rank that this one has done a phase of tile i."""
-        cute.arch.sync_threads()
-        if self.thread < self.spec.ranks:
-            self.transport.fence()
-            cute.arch.fence_acq_rel_sys()
-            place = self.signal_place(phase) + Int64(self.rank) * 8
-            signals.store_release(self.bases.base(self.thread) + place, protocol.signal_value(self.epoch, Int64(i)))
 
     @cute.jit
     def wait(self, phase: cutlass.Constexpr, i: Int32) -> None:

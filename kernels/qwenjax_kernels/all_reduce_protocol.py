@@ -10,10 +10,10 @@ Why buffers may be reused without a barrier at the end of a call:
   so every peer has begun epoch e, and has finished epoch e - 1.
 - One-shot inboxes alternate between two, by epoch: what is written in e + 1 was read last in e - 1.
 - Two-shot rings are each block's own, SLOTS tiles deep. A block stages a tile (at the ranks that reduce it, or at home
-  for the switch) after waiting for REDUCED of the tile SLOTS before from all of them, and a peer writes a result after
-  STAGED of the same tile, which the block signals only after collecting the tile SLOTS before. A call that follows
-  begins after all of this rank's blocks have waited for the last REDUCED of every peer, so that nobody still reads what
-  this rank staged.
+  for the switch) after waiting for STAGED of the tile SLOTS - 1 before, which a peer signals only after reducing the
+  tile SLOTS before; and a peer writes a result after STAGED of the same tile, which the block signals only after
+  collecting the tile SLOTS before. A call that follows begins after all of this rank's blocks have waited for the last
+  REDUCED of every peer, so that nobody still reads what this rank staged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PHASES = 2
 @dataclass(frozen=True)
 class Step:
     """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have
-    signalled a phase of that tile, acts, and signals a phase to all of them.
+    signalled a phase of that tile, acts, and signals a phase to all of them when the turn ends.
 
     stage: copies each slice of the message's tile to the ring of the rank that reduces it; with multicast, the tile to
     the own ring. reduce: sums the own slice of the tile over what all ranks staged and stores it to the results of all.
@@ -43,14 +43,15 @@ class Step:
     signals: int | None
 
 
-# Stage, reduce and collect are one turn apart each, so that the copies of one tile hide the waits of another.
+# What goes over NVLink comes first in a turn, and one fence at its end waits for all of it, hidden by the collecting in
+# between. A wait is for what a peer signalled at the end of its last turn, or of the one before.
 TWO_SHOT = (
     Step("stage", 0, None, STAGED),
     Step("reduce", 1, STAGED, REDUCED),
-    Step("collect", 2, REDUCED, None),
+    Step("collect", 3, REDUCED, None),
 )
-LAST_LAG = 2
-SLOTS = 1 + LAST_LAG  # with fewer, a tile is staged over one that a peer may still be reading
+LAST_LAG = 3
+SLOTS = 3  # with fewer, a tile is staged over one that a peer may still be reading
 
 # In one-shot, a block pushes all its rounds before it collects the first. push: stores the words of a round to the
 # inboxes of all ranks, each beside the epoch. collect: waits for the words of all ranks in the own inbox and adds them.

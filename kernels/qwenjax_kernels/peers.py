@@ -79,6 +79,8 @@ class PeerTransport:
         self.bases, self.rank, self.ranks, self.dtype = bases, rank, ranks, dtype
         self.own = bases.base(rank)
 
+    keeps_own = True  # what a rank adds itself it reads from its operand
+
     @property
     def unroll(self) -> int:
         """Vectors that one reduce_from_peers should be given."""
@@ -89,8 +91,11 @@ class PeerTransport:
         owner = vector // each
         return self.bases.base(owner) + ring + Int64(self.rank * each + vector - owner * each) * VECTOR
 
-    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any) -> list[Words]:
-        """The sums over all ranks of these vectors of the own slice, added in float32 in rank order, rounded once."""
+    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any, own: list[Any]) -> list[Words]:
+        """The sums over all ranks of these vectors of the own slice, added in float32 in rank order, rounded once.
+
+        own: this rank's.
+        """
         sums: list[Any] = [None] * len(places)
         for first in range(0, self.ranks, LOADS_IN_FLIGHT):
             ranks = range(first, min(first + LOADS_IN_FLIGHT, self.ranks))
@@ -99,14 +104,15 @@ class PeerTransport:
                 for place in places
             ]
             for i, words_by_rank in enumerate(loaded):
-                for words in words_by_rank:
-                    sums[i] = add(sums[i], vectors.floats(words, self.dtype))
+                for rank, words in zip(ranks, words_by_rank, strict=True):
+                    chosen = vectors.select(self.rank == rank, own[i], words)
+                    sums[i] = add(sums[i], vectors.floats(chosen, self.dtype))
         return [vectors.words_of(values, self.dtype) for values in sums]
 
-    def broadcast_to_peers(self, offset: Int64, words: Words) -> None:
-        """Stores a vector at this offset of every rank's memory, this one's last."""
+    def broadcast_to_peers(self, offset: Int64, words: Words, others_only: bool = False) -> None:
+        """Stores a vector at this offset of every rank's memory, this one's last or not at all."""
         # Each rank begins at another one, so that they do not all write to the same.
-        for step in range(1, self.ranks + 1):
+        for step in range(1, self.ranks + (not others_only)):
             vectors.store_shared_memory(self.bases.base((self.rank + step) % self.ranks) + offset, words)
 
     def fence(self) -> None:
@@ -118,6 +124,7 @@ class MulticastTransport:
     memory, and the switch reads them."""
 
     unroll = 4
+    keeps_own = False
 
     _LOAD_REDUCE = {  # noqa: RUF012, a constant table
         BFloat16: "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2",
@@ -140,7 +147,7 @@ class MulticastTransport:
         """Where a vector of a tile is staged."""
         return self.own + ring + Int64(vector) * VECTOR
 
-    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any) -> list[Words]:
+    def reduce_from_peers(self, ring: Int64, places: list[Any], each: Any, own: list[Any]) -> list[Words]:
         """The sums over all ranks of these vectors of the own slice, added by the switch in float32, rounded once."""
         loaded = [
             cute.arch.inline_ptx(
@@ -152,8 +159,8 @@ class MulticastTransport:
         ]
         return [list(words) for words in loaded]
 
-    def broadcast_to_peers(self, offset: Int64, words: Words) -> None:
-        """Stores a vector at this offset of every rank's memory."""
+    def broadcast_to_peers(self, offset: Int64, words: Words, others_only: bool = False) -> None:
+        """Stores a vector at this offset of every rank's memory; the switch leaves none out."""
         cute.arch.inline_ptx(
             self._STORE[self.dtype] + " [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[self.base + offset, *words],

@@ -34,27 +34,45 @@ def store_shared_memory(address: Int64, words: Words) -> None:
     )
 
 
-def store_flagged(address: Int64, words: Words, flag: Uint32) -> None:
-    """A vector as 32 bytes in which each word lies beside `flag`, in 8 bytes that become visible together."""
+def store_flagged(first: Int64, second: Int64, words: Words, flag: Uint32) -> None:
+    """A vector as twice 16 bytes in which each word lies beside `flag`, in 8 bytes that become visible together."""
     cute.arch.inline_ptx(
         "{\n.reg .b64 a, b;\n"
-        "mov.b64 a, {{$r1}, {$r5}};\nmov.b64 b, {{$r2}, {$r5}};\nst.relaxed.sys.global.v2.b64 [{$r0}], {a, b};\n"
-        "mov.b64 a, {{$r3}, {$r5}};\nmov.b64 b, {{$r4}, {$r5}};\nst.relaxed.sys.global.v2.b64 [{$r0} + 16], {a, b};\n}",
-        read_only_args=[address, *words, flag],
+        "mov.b64 a, {{$r2}, {$r6}};\nmov.b64 b, {{$r3}, {$r6}};\nst.relaxed.sys.global.v2.b64 [{$r0}], {a, b};\n"
+        "mov.b64 a, {{$r4}, {$r6}};\nmov.b64 b, {{$r5}, {$r6}};\nst.relaxed.sys.global.v2.b64 [{$r1}], {a, b};\n}",
+        read_only_args=[first, second, *words, flag],
     )
 
 
-def load_flagged(address: Int64) -> tuple[Words, Words]:
+def load_flagged(first: Int64, second: Int64) -> tuple[Words, Words]:
     """The words of a flagged vector and the flags beside them."""
     loaded = cute.arch.inline_ptx(
         "{\n.reg .b64 a, b, c, d;\n"
-        "ld.relaxed.sys.global.v2.b64 {a, b}, [{$r0}];\nld.relaxed.sys.global.v2.b64 {c, d}, [{$r0} + 16];\n"
+        "ld.relaxed.sys.global.v2.b64 {a, b}, [{$r0}];\nld.relaxed.sys.global.v2.b64 {c, d}, [{$r1}];\n"
         "mov.b64 {{$w0}, {$w4}}, a;\nmov.b64 {{$w1}, {$w5}}, b;\n"
         "mov.b64 {{$w2}, {$w6}}, c;\nmov.b64 {{$w3}, {$w7}}, d;\n}",
         write_only_types=FOUR_WORDS * 2,
-        read_only_args=[address],
+        read_only_args=[first, second],
     )
     return list(loaded[:4]), list(loaded[4:])
+
+
+def prefetch(address: Int64) -> None:
+    """The line of an address, to the L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+def select(condition: Any, chosen: Words, other: Words) -> Words:
+    """`chosen` where the condition (a Boolean) holds, else `other`, without a branch."""
+    return list(
+        cute.arch.inline_ptx(
+            "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\n"
+            + "".join(f"selp.b32 {{$w{i}}}, {{$r{1 + i}}}, {{$r{5 + i}}}, p;\n" for i in range(4))
+            + "}",
+            write_only_types=FOUR_WORDS,
+            read_only_args=[Int32(condition), *chosen, *other],
+        )
+    )
 
 
 def load_operand(address: Int64) -> Words:

@@ -151,6 +151,7 @@ class Simulation:
                         yield from self.collect_words(rank, number, tile, epoch, thread)
             return
         for turn in range(len(tiles) + protocol.LAST_LAG):
+            done: list[tuple[int, int]] = []
             for step in protocol.TWO_SHOT:
                 i = turn - step.lag
                 if not 0 <= i < len(tiles):
@@ -161,7 +162,9 @@ class Simulation:
                     yield from self.wait(rank, block, step.waits_for, value, thread)
                 yield from getattr(self, step.action)(rank, number, tiles[i], place, thread)
                 if step.signals is not None:
-                    yield from self.signal(rank, block, step.signals, value, thread)
+                    done.append((step.signals, value))
+            for phase, value in done:
+                yield from self.signal(rank, block, phase, value, thread)
 
     def term(self, rank: int, number: int, tile: int, part: int) -> int:
         """What a rank has to add: another number for every rank, call, tile and part of it."""

@@ -85,7 +85,7 @@ def check(cases: list[Case], architecture: str, folder: Path) -> None:
         assert "trap;" in ptx
         # Signals follow a fence of the whole system, which orders what other threads of the block stored.
         if algorithm != "one_shot":
-            assert re.search(r"fence\.acq_rel\.sys;[^@]*?st\.release\.sys\.global\.b64", ptx, re.DOTALL)
+            assert re.search(r"fence\.acq_rel\.sys;(?:(?!\bst\.).)*?st\.release\.sys\.global\.b64", ptx, re.DOTALL)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

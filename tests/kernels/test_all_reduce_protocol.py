@@ -72,8 +72,8 @@ BUGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "an epoch reused by one-shot": (ONE_SHOT, {"protocol": changed(epoch_of=lambda arrivals: 1)}),
     "one inbox instead of two": (ONE_SHOT, {"protocol": changed(inbox=lambda epoch: 0)}),
     "inboxes swapped every other epoch": (ONE_SHOT, {"protocol": changed(inbox=lambda epoch: epoch // 2 % 2)}),
-    "a slot too few": (TWO_SHOT, {"protocol": changed(slot=lambda i: i % 2)}),
-    "tiles collected a turn later": (TWO_SHOT, {"protocol": with_lag("collect", 3)}),
+    "a slot too few": (TWO_SHOT, {"protocol": changed(slot=lambda i: i % (all_reduce_protocol.SLOTS - 1))}),
+    "tiles collected a turn later": (TWO_SHOT, {"protocol": with_lag("collect", 4)}),
 }
 
 
