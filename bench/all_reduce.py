@@ -5,8 +5,8 @@
 
 A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
 best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
-the algorithm), and that over NVLink's rate. Calls run in a jitted loop of 16 to 2,000, dispatched once, eight a
-turn; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are written to
+the algorithm), and that over NVLink's rate. Calls run in a jitted loop, dispatched once,
+eight a turn, each over an operand of its own and with a result that leaves the loop; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are written to
 bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published prefill case
 (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
 """
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+# XLA would make one all-reduce of a turn's calls of psum.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_all_reduce_combine_threshold_bytes=0"
 
 import jax
 import jax.numpy as jnp
@@ -42,27 +44,30 @@ BY_RANK = PartitionSpec(("data", "model"))
 Call = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def sums_and_seconds(mesh: Mesh, call: Call, x: jax.Array) -> tuple[np.ndarray, float]:
-    """The sums of one rank, and seconds of one call inside a jitted loop."""
-    turns = max(2, min(250, (1 << 31) // (CALLS_A_TURN * x.nbytes)))
+def sums_and_seconds(mesh: Mesh, call: Call, operands: list[jax.Array]) -> tuple[list[np.ndarray], float]:
+    """The sums of one rank, of each operand, and seconds of one call inside a jitted loop."""
+    turns = max(2, min(250, (1 << 31) // sum(x.nbytes for x in operands)))
 
-    def per_rank(epochs: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def turn(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            sums, epochs = carry
-            for _ in range(CALLS_A_TURN):
+    def per_rank(epochs: jax.Array, operands: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        def turn(_: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            _, epochs = carry
+            results = []
+            for x in operands:
                 sums, epochs = call(x, epochs)
-            return sums, epochs
+                results.append(sums)
+            return results, epochs
 
-        return jax.lax.fori_loop(0, turns, turn, (jnp.zeros_like(x), epochs))
+        return jax.lax.fori_loop(0, turns, turn, ([jnp.zeros_like(x) for x in operands], epochs))
 
     run = jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
     heap = collectives.mesh_heap(mesh, "model")
     assert heap is not None
-    jax.block_until_ready(run(heap.epochs(armed=False), x))  # loads the kernels without waiting for a peer
+    jax.block_until_ready(run(heap.epochs(armed=False), operands))  # loads the kernels without waiting for a peer
     epochs = heap.epochs()
-    sums, _ = run(epochs, x)
-    seconds = median_seconds(lambda: jax.block_until_ready(run(epochs, x)), 5)
-    return np.asarray(sums.addressable_shards[0].data.astype(jnp.float32)), seconds / (turns * CALLS_A_TURN)
+    results, _ = run(epochs, operands)
+    sums = [np.asarray(result.addressable_shards[0].data.astype(jnp.float32)) for result in results]
+    seconds = median_seconds(lambda: jax.block_until_ready(run(epochs, operands)), 5)
+    return sums, seconds / (turns * len(operands))
 
 
 def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
@@ -87,11 +92,13 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     print("|" + " --- |" * (len(names) + 5))
     for kib in sizes:
         calls = calls_of(kib * KIB, ranks, heap.has_multicast)
-        x = jax.random.randint(jax.random.key(kib), (ranks * kib * KIB // 2,), -8, 8).astype(jnp.bfloat16)
-        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, BY_RANK))
-        measured = {name: sums_and_seconds(mesh, call, x) for name, call in calls.items()}
+        operands = []
+        for key in jax.random.split(jax.random.key(kib), CALLS_A_TURN):
+            x = jax.random.randint(key, (ranks * kib * KIB // 2,), -8, 8, jnp.int8).astype(jnp.bfloat16)
+            operands.append(jax.device_put(x, jax.sharding.NamedSharding(mesh, BY_RANK)))
+        measured = {name: sums_and_seconds(mesh, call, operands) for name, call in calls.items()}
         for name, (sums, _) in measured.items():
-            if not np.array_equal(sums, measured["psum"][0]):
+            if not all(map(np.array_equal, sums, measured["psum"][0])):
                 raise SystemExit(f"{name}: sums of {kib} KiB differ from psum's")
         seconds = {name: each for name, (_, each) in measured.items()}
         best = min(value for name, value in seconds.items() if name != "psum")

@@ -458,6 +458,6 @@ class TwoShotPart(Part):
             self.transport.fence()
         cute.arch.sync_threads()
 
-    def signal_place(self, phase: int) -> Int64:
+    def signal_place(self, phase: Any) -> Int64:
         """Where this block's signals of a phase lie, one a rank."""
         return Int64(HeapLayout.signals) + (Int64(self.block) + phase * MAX_BLOCKS) * (8 * MAX_RANKS)
