@@ -5,10 +5,11 @@
 
 A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
 best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
-the algorithm), and that over NVLink's rate. Calls run in a jitted loop, dispatched once,
-eight a turn, each over an operand of its own and with a result that leaves the loop; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are written to
-bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published prefill case
-(four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
+the algorithm), and that over NVLink's rate. Calls run in a jitted loop, dispatched once, eight a turn, each over an
+operand of its own and with a result that leaves the loop; the median of five. The sums, of integers, are compared with
+psum's. NAME.txt and NAME.png are written to bench/results/. With --predict, no GPU: the rows that the choice of
+algorithm rests on, and the published prefill case (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts
+and latencies and none of it measured.
 """
 
 from __future__ import annotations
