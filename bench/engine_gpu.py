@@ -130,9 +130,9 @@ def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -
     return function.trace(model.state, slots, columns.table(rows)).lower().compile()
 
 
-def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any) -> float:
-    """Of the device, at a context of 2,048 in every slot, with the most drafts: random weights accept none of them, so
-    that a step draws one token and what is measured is the cost."""
+def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any, context: int = CONTEXT) -> float:
+    """Of the device, at a context of `context` in every slot, with the most drafts: random weights accept none of them,
+    so that a step draws one token and what is measured is the cost."""
     batch, num_drafts = config.max_num_seqs, config.num_speculative_tokens
     slots = idle_slots(model, config)
     rows = np.arange(batch * config.max_pages, dtype=np.int32).reshape(batch, -1)
@@ -143,7 +143,7 @@ def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any)
     slots = replace(
         slots,
         page_table=put(slots.page_table, rows),
-        lengths=put(slots.lengths, np.full(batch, CONTEXT)),
+        lengths=put(slots.lengths, np.full(batch, context)),
         tokens=put(slots.tokens, np.arange(batch)),
         end_lengths=put(slots.end_lengths, np.full(batch, config.max_model_len)),
         active=put(slots.active, np.ones(batch, bool)),
@@ -238,9 +238,11 @@ def measure_steps(
     engine = Engine(model, tokenizer, engine_config(64, 512))
     engine.warm_up(progress=False)
     prompts = [rng.integers(0, config.vocab_size, 64).tolist() for _ in range(64)]
-    seconds, steps = min(run_all(engine, prompts, 129)[1:] for _ in range(2))
+    seconds, steps = min(run_all(engine, prompts, 129)[1:] for _ in range(3))
     milliseconds = seconds / steps * 1e3
+    alone = decode_step_seconds(model, engine.config, engine._compiled["decode", (64, 0)], 128) * 1e3
     say(f"\nthrough the engine, batch 64, contexts of 64 to 192: {milliseconds:.2f} ms a step over {steps} steps")
+    say(f"the device alone at a context of 128: {alone:.2f}; the host adds {milliseconds / alone - 1:.1%}")
 
 
 def main() -> None:
