@@ -32,7 +32,7 @@ from measure import RESULTS, header, median_seconds, recorded
 
 from qwenjax_ffi import all_reduce_kernel, collectives
 from qwenjax_ffi.all_reduce_choice import Algorithm, bytes_each_way, choose_algorithm, one_shot_limit, predicted_seconds
-from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
+from qwenjax_kernels.heap_layout import HeapLayout
 
 NVLINK = {"9.0": 450e9, "10.0": 900e9, "10.3": 900e9}  # bytes a second each way, by datasheet
 KIB = 1024
@@ -75,7 +75,7 @@ def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
     """The algorithms that may run a message, and psum."""
     found: dict[str, Call] = {}
     algorithms: list[Algorithm] = ["two_shot", *(["multicast"] if multicast else [])]  # type: ignore[list-item]
-    if num_bytes <= ONE_SHOT_BYTES:
+    if num_bytes <= HeapLayout(ranks).one_shot_bytes:
         algorithms.insert(0, "one_shot")
     for algorithm in algorithms:
         found[algorithm] = lambda x, e, algorithm=algorithm: all_reduce_kernel.all_reduce(x, e, ranks, algorithm)
@@ -125,7 +125,11 @@ def predict() -> None:
     sizes = [1 << 10, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 23, 1 << 26, PREFILL, 1 << 28]
     for ranks in (2, 4, 8, 16):
         for size in sizes:
-            one = f"{predicted_seconds('one_shot', size, ranks) * 1e6:.1f}" if size <= ONE_SHOT_BYTES else ""
+            one = (
+                f"{predicted_seconds('one_shot', size, ranks) * 1e6:.1f}"
+                if size <= HeapLayout(ranks).one_shot_bytes
+                else ""
+            )
             two, switch = (f"{predicted_seconds(name, size, ranks) * 1e6:.1f}" for name in ("two_shot", "multicast"))
             chosen = " / ".join(choose_algorithm(size, ranks, multicast) for multicast in (False, True))
             print(f"| {ranks} | {size} | {one} | {two} | {switch} | {chosen} |")

@@ -1,34 +1,27 @@
 """Which all-reduce runs for a message, by its bytes and the number of ranks.
 
-For two ranks the table agrees with what was measured on two H200s (bench/results/all_reduce.txt): one-shot was the
-fastest up to 512 KiB, two-shot from there to 8 MiB, and XLA's (NCCL) at 64 MiB. For more ranks it is predicted, by
-`predicted_seconds`, from the bytes that each GPU must move over NVLink and the latency of the steps that wait for one
-another. bench/all_reduce.py prints what the table would be from measurements.
+The table is what `predicted_seconds` gives: fitted to two ranks, where it agrees with what was measured
+(bench/results/all_reduce.txt), and for more from the bytes that each GPU must move over NVLink.
+bench/all_reduce.py prints what the table would be from measurements.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from qwenjax_kernels.heap_layout import ONE_SHOT_BYTES
+from qwenjax_kernels.heap_layout import HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
-# What the prediction is made of. NVLink4 carries 450 GB/s each way, and NCCL gets 370 of it on two H200s; the latencies
-# are orders of magnitude. On two H200s calls took longer: 7.4 us at 64 KiB (predicted 3.6) and 55 us at 8 MiB (30).
-BYTES_A_SECOND = 370e9
-LAUNCH_SECONDS = 2.0e-6
-ONE_WAY_SECONDS = 1.2e-6  # a store until a peer's poll sees it
-FENCE_SECONDS = 0.8e-6  # until a block's stores have arrived, before its signal
-READ_SECONDS = 1.5e-6  # a peer's memory, there and back
+# Seconds of a call, and bytes each way a second beyond that: fitted to two H200s, whose rows from 8 KiB to 128 MiB they
+# give to 15% (bench/results/all_reduce.txt). NVLink4 is 450 GB/s each way by datasheet.
+ONE_SHOT_SECONDS, ONE_SHOT_RATE = 3.1e-6, 340e9
+TWO_SHOT_SECONDS, TWO_SHOT_RATE = 9.6e-6, 280e9
 
 # (largest message in bytes that runs one-shot) by ranks. Above it: two-shot, or through the switch.
-ONE_SHOT_LIMITS = {3: 524288, 4: 262144, 7: 131072, 14: 65536, 16: 32768}
+ONE_SHOT_LIMITS = {2: 2097152, 4: 524288, 6: 262144, 10: 131072, 16: 65536}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
-# The largest message that our kernels were measured to be faster for than NCCL: 55 us against 66 on two H200s. At 64
-# MiB they took 381 us against 325: the latencies of a tile's steps hold a block back. More ranks were not measured.
-FASTER_THAN_XLA_BYTES = 8 << 20
 
 
 def choose_algorithm(num_bytes: int, ranks: int, multicast: bool) -> Algorithm:
@@ -56,16 +49,16 @@ def bytes_each_way(algorithm: Algorithm, num_bytes: int, ranks: int) -> float:
 
 
 def predicted_seconds(algorithm: Algorithm, num_bytes: int, ranks: int) -> float:
-    """Launch, latencies and bytes, without overlap."""
-    moving = bytes_each_way(algorithm, num_bytes, ranks) / BYTES_A_SECOND
+    """A call's, on NVLink4; more ranks and the switch are taken to have the latency and the rate of two."""
+    moved = bytes_each_way(algorithm, num_bytes, ranks)
     if algorithm == "one_shot":
-        return LAUNCH_SECONDS + ONE_WAY_SECONDS + moving
-    return LAUNCH_SECONDS + 2 * (FENCE_SECONDS + ONE_WAY_SECONDS) + READ_SECONDS + moving
+        return ONE_SHOT_SECONDS + moved / ONE_SHOT_RATE
+    return TWO_SHOT_SECONDS + moved / TWO_SHOT_RATE
 
 
 def predicted_limit(ranks: int) -> int:
     """The largest power of two of bytes that one-shot is predicted to be best for."""
-    size = ONE_SHOT_BYTES
+    size = 1 << (HeapLayout(ranks).one_shot_bytes.bit_length() - 1)
     while predicted_seconds("one_shot", size, ranks) > predicted_seconds("two_shot", size, ranks):
         size //= 2
     return size

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax_ffi import all_reduce_kernel as kernels
-from qwenjax_ffi.all_reduce_choice import FASTER_THAN_XLA_BYTES, choose_algorithm
+from qwenjax_ffi.all_reduce_choice import choose_algorithm
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_ffi.norm import rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
@@ -111,9 +111,8 @@ def all_reduce(
     x: any shape and float dtype, the same on every rank; epochs: int32 [words]. Returns (sum, epochs, advanced by one).
     The kernel takes bfloat16, float16 and float32, adds in float32 (over peer memory in the order of the ranks) and
     rounds once; all ranks get the same bits. Ranks that call it with different shapes fail instead of mixing them up.
-    "auto" leaves messages to XLA that it was measured to be faster for.
     """
-    heap, why = _kernel_for(x, axis_name, epochs, implementation)
+    heap, why = _kernel_for(x, axis_name, epochs)
     if choose("all_reduce", implementation, why) == "reference":
         return _all_reduce_reference(x, axis_name, epochs)
     assert heap is not None
@@ -142,7 +141,7 @@ def all_reduce_rms_norm(
     x, residual: [..., features]; weight: [features], all of one dtype. Returns (residual + sum, its norm times weight,
     the advanced epochs); the sum is rounded to x's dtype before it is added, as where the three are called apart.
     """
-    heap, why = _kernel_for(x, axis_name, epochs, implementation)
+    heap, why = _kernel_for(x, axis_name, epochs)
     row_bytes = x.shape[-1] * x.dtype.itemsize
     if why is None and (residual.dtype != x.dtype or weight.dtype != x.dtype):
         why = f"x is {x.dtype}, the residual {residual.dtype} and the weight {weight.dtype}; the kernel takes one dtype"
@@ -177,10 +176,8 @@ def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) 
     return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), advance(epochs)))
 
 
-def _kernel_for(
-    x: jax.Array, axis_name: AxisName, epochs: jax.Array, implementation: Implementation
-) -> tuple[Heap | None, str | None]:
-    """The heap that an all-reduce kernel would use; or why there can or should be none."""
+def _kernel_for(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
+    """The heap that an all-reduce kernel would use; or why there can be none."""
     ranks = jax.lax.axis_size(axis_name)
     heap = heap_of(epochs, ranks)
     if epochs.shape[0] == 1:
@@ -192,8 +189,8 @@ def _kernel_for(
         )
     if x.dtype not in _DTYPES:
         return None, f"x is {x.dtype}, the kernel takes bfloat16, float16 and float32"
-    if implementation == "auto" and x.size * x.dtype.itemsize > FASTER_THAN_XLA_BYTES:
-        return None, "XLA's was measured to be faster for messages of this size"
+    if x.size >= 1 << 31:
+        return None, f"x has {x.size:,} elements, the kernel takes fewer than 2^31"
     return heap, None
 
 

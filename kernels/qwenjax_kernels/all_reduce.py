@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals
 from qwenjax_kernels.all_reduce_parts import OneShotPart, Operands, TwoShotPart
-from qwenjax_kernels.heap_layout import MAX_BLOCKS, ONE_SHOT_BYTES, THREADS, TILE_BYTES, VECTOR, HeapLayout
+from qwenjax_kernels.heap_layout import MAX_BLOCKS, THREADS, TILE_BYTES, VECTOR, HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch
 WARPS = THREADS // 32
@@ -63,8 +63,11 @@ class AllReduce:
             raise ValueError(f"{elements} elements in rows of {row}: rows must be whole vectors of {VECTOR} bytes")
         self.row_vectors = row // self.per_vector
         if algorithm == "one_shot":
-            if self.vectors * VECTOR > ONE_SHOT_BYTES:
-                raise ValueError(f"{self.vectors * VECTOR} bytes; a one-shot message has at most {ONE_SHOT_BYTES}")
+            limit = self.layout.one_shot_bytes
+            if self.vectors * VECTOR > limit:
+                raise ValueError(
+                    f"{self.vectors * VECTOR} bytes; a one-shot message of {ranks} ranks has at most {limit}"
+                )
             self.tile_vectors = self.row_vectors or self.even_tile(128, THREADS)
         else:
             if self.row_vectors * VECTOR > TILE_BYTES:

@@ -11,10 +11,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels.heap_layout import (
+    INBOX_BYTES,
     LINE,
     MAX_BLOCKS,
     MAX_RANKS,
-    ONE_SHOT_BYTES,
     STAGED_BYTES,
     THREADS,
     TILE_BYTES,
@@ -143,8 +143,9 @@ class OneShotPart(Part):
     def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...]) -> None:
         super().__init__(common, addresses)
         self.flag = Uint32(self.epoch)
-        self.rank_bytes = 2 * ONE_SHOT_BYTES
-        self.inbox = self.spec.layout.inboxes + Int64(protocol.inbox(self.epoch)) * (self.spec.ranks * self.rank_bytes)
+        self.half = self.spec.layout.one_shot_bytes
+        self.rank_bytes = 2 * self.half
+        self.inbox = self.spec.layout.inboxes + Int64(protocol.inbox(self.epoch)) * INBOX_BYTES
 
     @cute.jit
     def run(self, rounds: Int32, first_words: Words) -> None:
@@ -187,7 +188,7 @@ class OneShotPart(Part):
         place = self.inbox + Int64(self.rank) * self.rank_bytes + Int64(vector) * VECTOR
         for step in range(1, self.spec.ranks + 1):
             there = self.bases.base((self.rank + step) % self.spec.ranks) + place
-            vectors.store_flagged(there, there + ONE_SHOT_BYTES, words, self.flag)
+            vectors.store_flagged(there, there + self.half, words, self.flag)
 
     @cute.jit
     def collect(self, i: Int32) -> None:
@@ -220,7 +221,7 @@ class OneShotPart(Part):
         for first in range(0, spec.ranks, group):
             ranks = range(first, min(first + group, spec.ranks))
             places = [self.own + self.inbox + rank * self.rank_bytes + Int64(vector) * VECTOR for rank in ranks]
-            loaded = [vectors.load_flagged(place, place + ONE_SHOT_BYTES) for place in places]
+            loaded = [vectors.load_flagged(place, place + self.half) for place in places]
             for rank, place, (words, flags) in zip(ranks, places, loaded, strict=True):
                 total = peers.add(total, vectors.floats(self.complete(place, words, flags, rank), spec.dtype))
         assert total is not None
@@ -234,7 +235,7 @@ class OneShotPart(Part):
             started = cute.arch.globaltimer()
             polls = Int32(0)
             while late != Uint32(0):
-                words, flags = vectors.load_flagged(place, place + ONE_SHOT_BYTES)
+                words, flags = vectors.load_flagged(place, place + self.half)
                 late = self.lateness(flags)
                 polls += 1
                 if polls % signals.POLLS_BETWEEN_CHECKS == 0 and late != Uint32(0):

@@ -16,7 +16,7 @@ THREADS = 512
 MAX_BLOCKS = 128  # of 132 multiprocessors; 64 moved 184 GB/s each way on H200s, held back by each tile's latencies
 TILE_BYTES = 64 * 1024  # of one step of one block
 STAGED_BYTES = TILE_BYTES + MAX_RANKS * VECTOR  # a tile as the slices of all ranks, each rounded up to whole vectors
-ONE_SHOT_BYTES = 512 * 1024  # the largest one-shot message
+INBOX_BYTES = 8 * 1024 * 1024  # of one-shot messages of all ranks, each beside its flags
 LINE = 128
 
 # The failure record, int32 words in host memory: code, peer, low word of the epoch.
@@ -59,8 +59,13 @@ class HeapLayout:
     inboxes = 128 * 1024
 
     @property
+    def one_shot_bytes(self) -> int:
+        """The largest one-shot message."""
+        return INBOX_BYTES // (2 * self.ranks) // VECTOR * VECTOR
+
+    @property
     def staged(self) -> int:
-        return self.inboxes + INBOXES * self.ranks * 2 * ONE_SHOT_BYTES
+        return self.inboxes + INBOXES * INBOX_BYTES
 
     @property
     def results(self) -> int:

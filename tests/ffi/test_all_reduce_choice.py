@@ -11,7 +11,7 @@ from qwenjax_ffi.all_reduce_choice import (
     predicted_limit,
     predicted_seconds,
 )
-from qwenjax_kernels.heap_layout import MAX_RANKS, ONE_SHOT_BYTES
+from qwenjax_kernels.heap_layout import MAX_RANKS, HeapLayout
 
 KIB = 1024
 
@@ -29,9 +29,10 @@ def test_the_table_holds_what_is_predicted(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))
 def test_one_shot_messages_fit_their_inbox(ranks: int) -> None:
-    for size in (1, ONE_SHOT_BYTES, ONE_SHOT_BYTES + 1, 1 << 40):
+    limit = HeapLayout(ranks).one_shot_bytes
+    for size in (1, limit, limit + 1, 1 << 40):
         chosen = choose_algorithm(size, ranks, multicast=False)
-        assert chosen == "two_shot" or size <= ONE_SHOT_BYTES
+        assert chosen == "two_shot" or size <= limit
 
 
 def test_without_multicast_it_is_never_chosen() -> None:

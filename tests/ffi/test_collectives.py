@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives
-from qwenjax_ffi.all_reduce_choice import FASTER_THAN_XLA_BYTES
 from qwenjax_ffi.implementation import KernelUnavailableError
 from qwenjax_ffi.norm import rms_norm
 from qwenjax_ffi.symmetric_memory_exchange import SymmetricMemoryUnavailable
@@ -97,24 +96,23 @@ def test_a_heap_behind_the_epochs_takes_the_kernel_and_keeps_its_addresses(
     assert called[1:] == [("all_reduce", RANKS, "multicast" if multicast else "two_shot")]
 
 
-def test_messages_that_xla_is_faster_for_are_left_to_it_unless_the_kernel_is_asked_for(
-    called: list[tuple[Any, ...]],
-) -> None:
-    def trace(implementation: Any, nbytes: int) -> None:
+def test_a_message_of_two_to_the_31_elements_is_left_to_xla(called: list[tuple[Any, ...]]) -> None:
+    def trace(implementation: Any, rows: int) -> None:
         def call(x: jax.Array, epochs: jax.Array) -> Any:
             total, normed, epochs = collectives.all_reduce_rms_norm(
                 x, x, x[0], 1e-6, "model", epochs, implementation=implementation
             )
             return total, normed, collectives.all_reduce(x, "model", epochs, implementation=implementation)
 
-        x = jax.ShapeDtypeStruct((RANKS, nbytes // 2048, 1024), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((RANKS, rows, 1024), jnp.bfloat16)
         jax.eval_shape(lambda x: on_ranks(call, x, heap_epochs()), x)
 
-    trace("auto", FASTER_THAN_XLA_BYTES + 2048)
+    trace("auto", 1 << 21)
     assert called == []
-    trace("auto", FASTER_THAN_XLA_BYTES)
-    trace("kernel", FASTER_THAN_XLA_BYTES + 2048)
-    assert [name for name, *_ in called] == ["all_reduce_rms_norm", "all_reduce"] * 2
+    with pytest.raises(KernelUnavailableError, match="2,147,483,648 elements, the kernel takes fewer"):
+        trace("kernel", 1 << 21)
+    trace("auto", (1 << 21) - 1)
+    assert [name for name, *_ in called] == ["all_reduce_rms_norm", "all_reduce"]
 
 
 @pytest.mark.parametrize("implementation", ["auto", "kernel"])

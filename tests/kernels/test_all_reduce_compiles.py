@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qwenjax_ffi.all_reduce_choice import Algorithm
-from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, ONE_SHOT_BYTES, HeapLayout
+from qwenjax_kernels.heap_layout import INBOX_BYTES, MAX_BLOCKS, MAX_RANKS, HeapLayout
 
 COMPILE = Path(__file__).with_name("compile_all_reduce.py")
 
@@ -115,7 +115,7 @@ def test_regions_of_the_heap_do_not_overlap(ranks: int) -> None:
         (layout.grid_barrier, 8),
         (layout.header(0, 0), layout.header(1, ranks - 1) + 8 - layout.header(0, 0)),
         (layout.signal(0, 0, 0), layout.signal(1, MAX_BLOCKS - 1, ranks - 1) + 8 - layout.signal(0, 0, 0)),
-        (layout.inboxes, 2 * ranks * 2 * ONE_SHOT_BYTES),
+        (layout.inboxes, 2 * INBOX_BYTES),
         (layout.staged, layout.results - layout.staged),
         (layout.results, layout.num_bytes - layout.results),
     ]
@@ -135,7 +135,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
     [
         ({"elements": 0}, "a message of 0 elements"),
         ({"ranks": 17}, "17 ranks; 2 to 16"),
-        ({"algorithm": "one_shot", "elements": ONE_SHOT_BYTES}, "at most 524288"),
+        ({"algorithm": "one_shot", "elements": (1 << 20) + 1}, "at most 2097152"),
         ({"row": 12, "elements": 24}, "rows must be whole vectors of 16 bytes"),
         ({"row": 65536, "elements": 65536}, "at most 32768 fit a tile"),
         ({"max_blocks": 129}, "room for 1 to 128"),
