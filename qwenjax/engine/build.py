@@ -47,11 +47,11 @@ class EngineOptions(TypedDict, total=False):
     those layers are rounded to, by default as load_model says. max_model_len: tokens of a prompt and its output, by
     default the model's max_position_embeddings. max_num_seqs: sequences that decode together on each data rank, 32.
     max_num_batched_tokens: of one prefill call, 256 on a CPU and 2,048 on a GPU. num_steps: tokens a sequence draws in
-    one decode call while no request waits, 8. num_pages: KV pages of page_size (64) tokens on each data rank, by
-    default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that begin alike, True.
-    num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head, by default 1 where
-    it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps do without, 64. revision: of
-    a Hugging Face repo. progress: bars for loading and compiling, True.
+    one decode call while no request waits or is on its way to a slot, 8. num_pages: KV pages of page_size (64) tokens
+    on each data rank, by default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that
+    begin alike, True. num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head,
+    by default 1 on a GPU where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps
+    do without, 64. revision: of a Hugging Face repo. progress: bars for loading and compiling, True.
     """
 
     data_parallel: int

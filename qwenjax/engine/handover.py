@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from qwenjax.sharded_model import ShardedModel, on_ranks
 from qwenjax.tokenizer import Tokenizer
 
 _MOST_GROUPS = 8  # of layers in a prefill: enough to hide sending, and each costs a program's launch
-_PAGES_PER_COPY = 16  # that one program takes out of the cache, or puts into it
+_PAGES_PER_COPY = (4, 16)  # that one program takes out of the cache, or puts into it: short prompts need few
 _WHOLE = PartitionSpec()
 _PAGES_OUT = PartitionSpec(None, MODEL)  # [pages, heads, planes, page_size, head_dim] of one data rank
 _PAGES_IN = PartitionSpec(DATA, MODEL)
@@ -167,17 +167,17 @@ class PrefillEngine(Engine):
             finish = partial(finish_prefill, config=self.config, length=length)
             outs = (BY_DATA, BY_DATA, BY_DATA)
             traced["finish", length] = traced_on_ranks(finish, (BY_DATA, BY_DATA), outs, x, table)
-        pages = np.zeros(_PAGES_PER_COPY, np.int32)
         for cache, sizes in self._gathers():
-            for size in sizes:
+            for num_layers, num_pages in itertools.product(sizes, _PAGES_PER_COPY):
                 gather = jax.shard_map(
-                    partial(_gather, num_layers=size),
+                    partial(_gather, num_layers=num_layers),
                     mesh=mesh,
                     in_specs=(KVCache(CACHE_SPEC, CACHE_SPEC), _WHOLE, _WHOLE),  # type: ignore[arg-type]
                     out_specs=_PAGES_OUT,
                     check_vma=False,
                 )
-                traced["gather", (cache.keys.shape[0], size)] = jax.jit(gather).trace(cache, pages, np.int32(0))
+                program = "gather", (cache.keys.shape[0], num_layers, num_pages)
+                traced[program] = jax.jit(gather).trace(cache, np.zeros(num_pages, np.int32), np.int32(0))
         return traced
 
     def _gathers(self) -> list[tuple[KVCache, set[int]]]:
@@ -228,11 +228,11 @@ class PrefillEngine(Engine):
     ) -> None:
         if not parts:
             return
-        gather, arrays = self._compiled["gather", (cache.keys.shape[0], num_layers)], []
-        for start in range(0, len(pages), _PAGES_PER_COPY):
-            numbers = np.zeros(_PAGES_PER_COPY, np.int32)
-            some = pages[start : start + _PAGES_PER_COPY]
-            numbers[: len(some)] = some
+        arrays = []
+        for start, stop, size in _copies_of(len(pages)):
+            numbers = np.zeros(size, np.int32)
+            numbers[: stop - start] = pages[start:stop]
+            gather = self._compiled["gather", (cache.keys.shape[0], num_layers, size)]
             arrays.append(gather(cache, numbers, np.int32(first_layer)))
             arrays[-1].copy_to_host_async()
         for part in parts:
@@ -243,6 +243,13 @@ class PrefillEngine(Engine):
 def _check_one_process(model: ShardedModel) -> None:
     if spans_processes(model.mesh):
         raise ValueError("a prefill or decode engine has all its devices in one process; its mesh spans several")
+
+
+def _copies_of(num_pages: int) -> Iterator[tuple[int, int, int]]:
+    """The copies that move so many pages, one at least: first, last + 1, and how many the program takes."""
+    for start in range(0, max(num_pages, 1), _PAGES_PER_COPY[-1]):
+        stop = min(start + _PAGES_PER_COPY[-1], num_pages)
+        yield start, stop, next(size for size in _PAGES_PER_COPY if size >= stop - start)
 
 
 def _gather(cache: KVCache, pages: jax.Array, first_layer: jax.Array, *, num_layers: int) -> jax.Array:
@@ -278,7 +285,7 @@ class DecodeEngine(Engine):
             {"page_table": config.max_pages},
             sampling_widths(),
         )
-        self._idle_pages: dict[jax.Device, jax.Array] = {}
+        self._idle_pages: dict[tuple[jax.Device, int], jax.Array] = {}
 
     def add_request(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("a decode engine takes requests by reserve and admit")
@@ -322,33 +329,38 @@ class DecodeEngine(Engine):
         if sequence.output.finished:
             raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")
         first_page = job.num_cached // self.config.page_size
-        self._put_pages(job.rank, job.pages[first_page:], arrived.pages)
-        self._run(("admit", None), *self._admission_of(sequence, arrived))
+        *before, last = self._blocks(job.rank, job.pages[first_page:], arrived.pages)
+        for size, pages, numbers in before:
+            self._run(("scatter", size), pages, numbers)
+        size, pages, numbers = last
+        self._run(("admit", size), pages, numbers, *self._admission_of(sequence, arrived))
         self.scheduler.arrived(job)
 
-    def _put_pages(self, rank: int, pages: SequenceOf[int], arrived: np.ndarray) -> None:
+    def _blocks(
+        self, rank: int, pages: SequenceOf[int], arrived: np.ndarray
+    ) -> Iterator[tuple[int, jax.Array, np.ndarray]]:
+        """Pages as programs take them: how many, the pages of all data ranks, and the pages' numbers in the caches."""
         mesh = self.model.mesh
         sharding = NamedSharding(mesh, _PAGES_IN)
-        for start in range(0, arrived.shape[1], _PAGES_PER_COPY):
-            some = arrived[:, start : start + _PAGES_PER_COPY]
-            block = np.zeros((some.shape[0], _PAGES_PER_COPY, *some.shape[2:]), some.dtype)
-            block[:, : some.shape[1]] = some
-            numbers = np.full((self.ranks, _PAGES_PER_COPY), self.config.num_pages, np.int32)  # out of range: dropped
-            numbers[rank, : some.shape[1]] = pages[start : start + some.shape[1]]
+        for start, stop, size in _copies_of(arrived.shape[1]):
+            block = np.zeros((arrived.shape[0], size, *arrived.shape[2:]), arrived.dtype)
+            block[:, : stop - start] = arrived[:, start:stop]
+            numbers = np.full((self.ranks, size), self.config.num_pages, np.int32)  # out of range: dropped
+            numbers[rank, : stop - start] = pages[start:stop]
             shards = []
             for data_rank, devices in enumerate(mesh.devices):
                 for model_rank, device in enumerate(devices):
                     own = jax.device_put(block[model_rank], device) if data_rank == rank else self._idle(device, block)
                     shards.append(own)
-            shape = (self.ranks * _PAGES_PER_COPY, some.shape[0] * some.shape[2], *some.shape[3:])
-            whole = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-            self._run(("scatter", None), whole, numbers.reshape(-1))
+            shape = (self.ranks * size, arrived.shape[0] * arrived.shape[2], *arrived.shape[3:])
+            yield size, jax.make_array_from_single_device_arrays(shape, sharding, shards), numbers.reshape(-1)
 
     def _idle(self, device: jax.Device, block: np.ndarray) -> jax.Array:
         """Pages for a rank that gets none."""
-        if device not in self._idle_pages:
-            self._idle_pages[device] = jax.device_put(np.zeros_like(block[0]), device)
-        return self._idle_pages[device]
+        key = device, block.shape[1]
+        if key not in self._idle_pages:
+            self._idle_pages[key] = jax.device_put(np.zeros_like(block[0]), device)
+        return self._idle_pages[key]
 
     def _admission_of(self, sequence: Sequence, arrived: Arrived) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The admission's table, which ids its prompt holds, and the hidden state: a row for each data rank."""
@@ -387,15 +399,16 @@ class DecodeEngine(Engine):
 
         layout = kv_layout(self)
         heads = layout.heads_per_rank * layout.ranks
-        shape = (ranks * _PAGES_PER_COPY, heads, num_planes(self), self.config.page_size, config.head_dim)
-        pages = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, _PAGES_IN))
-        numbers = np.zeros(ranks * _PAGES_PER_COPY, np.int32)
-        traced["scatter", None] = trace(_scatter, (_PAGES_IN, BY_DATA), pages, numbers)
         table = self._admission.table(ranks)
         in_prompt = np.zeros((ranks, config.vocab_size), np.bool_)
         hidden = np.zeros((ranks, config.hidden_size), self.model.dtype)
-        admit = partial(_admit, columns=self._admission)
-        traced["admit", None] = trace(admit, (BY_DATA,) * 3, table, in_prompt, hidden)
+        admit, specs = partial(_admit, columns=self._admission), (_PAGES_IN, BY_DATA)
+        for size in _PAGES_PER_COPY:
+            shape = (ranks * size, heads, num_planes(self), self.config.page_size, config.head_dim)
+            pages = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, _PAGES_IN))
+            numbers = np.zeros(ranks * size, np.int32)
+            traced["admit", size] = trace(admit, (*specs, *(BY_DATA,) * 3), pages, numbers, table, in_prompt, hidden)
+        traced["scatter", size] = trace(_scatter, specs, pages, numbers)  # of the largest size alone
         return traced
 
 
@@ -417,9 +430,19 @@ def _scatter(model: Qwen3Moe, slots: Slots, pages: jax.Array, numbers: jax.Array
 
 
 def _admit(
-    model: Qwen3Moe, slots: Slots, table: jax.Array, in_prompt: jax.Array, hidden: jax.Array, *, columns: Columns
+    model: Qwen3Moe,
+    slots: Slots,
+    pages: jax.Array,
+    numbers: jax.Array,
+    table: jax.Array,
+    in_prompt: jax.Array,
+    hidden: jax.Array,
+    *,
+    columns: Columns,
 ) -> tuple[Slots]:
-    """Puts the rank's row of an admission into its slot, as the last row of a prefill would have."""
+    """Puts pages into the caches as `_scatter` does, and the rank's row of an admission into its slot, as the last row
+    of a prefill would have."""
+    (slots,) = _scatter(model, slots, pages, numbers)
     slot, token, prompt_len, end_length, speculates = (
         columns.one(table, name) for name in ("slot", "token", "prompt_tokens", "end_length", "speculates")
     )

@@ -339,7 +339,8 @@ class Scheduler:
         busiest = max(config.max_num_seqs - table.count(None) for table in self.slots)
         drafts = busiest <= config.speculation_max_batch and any(job.drafts for job in drawing)
         num_drafts = config.num_speculative_tokens if drafts else 0
-        alone = not self.waiting and not self.prefilling
+        # Nobody waits, is prefilled, or is reserved a place by `reserve`: who comes does not wait for many steps.
+        alone = not self.waiting and all(job.prefilled for rank in self._ranks for job in self.running(rank))
         num_steps = min(config.num_steps, max(job.max_left for job in drawing)) if alone else 1
         growth = self._growth(drawing, num_steps * (num_drafts + 1))
         if num_steps > 1 and any(self._missing(rank, growth) for rank in self._ranks):

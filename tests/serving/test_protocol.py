@@ -40,7 +40,7 @@ def test_messages_are_equal_after_the_wire() -> None:
     reserve = Reserve(3, Work((1, 2, 3), PARAMS, 1, "salt"))
     assert decode_to_worker(encode(reserve)) == reserve
     logprobs = ({5: Logprob(-0.5, 1, "x"), 9: Logprob(-1.5, 2, "y")},)
-    tokens = Tokens(4, Grown(2, (5,), "x", logprobs, -0.5, "stop", 9))
+    tokens = Tokens(((4, Grown(2, (5,), "x", logprobs, -0.5, "stop", 9)),))
     assert decode_to_router(encode(tokens)) == tokens
 
 
@@ -162,8 +162,8 @@ def test_corrupt_messages_of_a_worker_are_logged_and_dropped(caplog: pytest.LogC
         try:
             while not worker.send(Ping()):  # a message, but not one for a router
                 await asyncio.sleep(0.01)
-            await worker._socket.send_multipart([b"one", b"two"])
-            await worker._socket.send(bytes([VERSION]) + b"\x80\xff")
+            worker._socket.send_multipart([b"one", b"two"])
+            worker._socket.send(bytes([VERSION]) + b"\x80\xff")
             worker.send(Taken(1, 2, 3))
             assert (await router.receive())[1] == Taken(1, 2, 3)
         finally:

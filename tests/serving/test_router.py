@@ -99,7 +99,7 @@ class Played:
             case Admit(ticket=ticket):
                 if ticket in self.held:
                     del self.held[ticket]
-                    return [Tokens(ticket, grown(1, 7)), Tokens(ticket, grown(2, 8, end=True))]
+                    return [Tokens(((ticket, grown(1, 7)),)), Tokens(((ticket, grown(2, 8, end=True)),))]
             case Release(ticket=ticket):
                 self.held.pop(ticket, None)
         return []
@@ -297,7 +297,7 @@ def test_tokens_after_a_gap_end_their_output_with_an_error() -> None:
     while output.state != "decoding":
         world.step(world.busy()[0])
     assert output.decode is not None
-    world.say(world.workers[output.decode.identity], Tokens(output.ticket, grown(2, 8, end=True)))
+    world.say(world.workers[output.decode.identity], Tokens(((output.ticket, grown(2, 8, end=True)),)))
     assert world.tokens(0) == [5]
     assert world.results[0][-1] == "tokens 1 to 2 were lost between worker and router"
     world.settle()
@@ -365,7 +365,7 @@ def test_strangers_are_told_to_say_hello() -> None:
     world = World()
     stranger = Played("decode", "d")
     stranger.welcome, world.workers[b"d"] = True, stranger  # by the router before
-    world.say(stranger, Tokens(1, grown(0, 1)))
+    world.say(stranger, Tokens(((1, grown(0, 1)),)))
     world.settle()
     assert [type(message) for _, message in world.sent] == [Rejoin, Welcome]
 

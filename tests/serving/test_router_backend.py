@@ -78,7 +78,8 @@ class Played:
                         logprobs = None if work.params.logprobs is None else (LOGPROB,)
                         stats = SpeculationStats(place, place, [place], [1])
                         token = 100 + place + work.index
-                        self.socket.send(Tokens(ticket, Grown(place, (token,), "b", logprobs, None, end, None, stats)))
+                        grown = Grown(place, (token,), "b", logprobs, None, end, None, stats)
+                        self.socket.send(Tokens(((ticket, grown),)))
 
 
 def run(

@@ -22,7 +22,7 @@ from qwenjax_serving.protocol.messages import (
     Status,
     Work,
 )
-from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError, _Read
+from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.workers import process
 from qwenjax_serving.workers import worker as worker_module
 from qwenjax_serving.workers.decode import DecodeWorker
@@ -162,12 +162,10 @@ def test_an_error_while_staging_ends_the_prefill_worker(where: str) -> None:
 def test_a_transport_that_fails_ends_its_reads_and_the_worker() -> None:
     async def test() -> None:
         transport = NixlTransport("reader")
-        transport._agent = SimpleNamespace(get_new_notifs=lambda: 1 / 0)
-        read = _Read("peer", None)
-        transport._reads.append(read)
-        transport._wake.set()
+        played = {"get_xfer_descs": lambda *_: None, "initialize_xfer": lambda *_: None, "transfer": lambda _: None}
+        transport._agent = SimpleNamespace(get_new_notifs=lambda: 1 / 0, **played)
         with pytest.raises(TransferError, match="the transport failed: division by zero"):
-            await read.settled
+            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=5)
         with pytest.raises(TransferError, match="the transport failed"):
             await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=1)
         worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())

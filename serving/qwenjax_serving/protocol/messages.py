@@ -15,7 +15,7 @@ from qwenjax.outputs import EngineStats, FinishReason, Logprob, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving.transfer.staging import StagingLayout
 
-VERSION = 1  # of everything below; the first byte of every message
+VERSION = 2  # of everything below; the first byte of every message
 
 Role = Literal["prefill", "decode"]
 
@@ -188,10 +188,10 @@ class Admit(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """From a decode worker: more of an output."""
+    """From a decode worker: more of its outputs, by ticket. One message for all that a decode call drew: a message has
+    a cost of its own, which a token does not repay."""
 
-    ticket: int
-    grown: Grown
+    outputs: tuple[tuple[int, Grown], ...]
 
 
 class Release(Message, frozen=True):

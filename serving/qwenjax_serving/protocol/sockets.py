@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +34,8 @@ _SHORTEST_SECRET = 16  # bytes
 _MAX_MESSAGE = 64 << 20  # bytes; the longest prompts with log-probabilities are a few MB
 _LINGER = 500  # ms that what was sent has to leave when a socket closes
 _QUEUE = 10_000  # messages to a peer that does not take them; more are dropped, and it is given up for its silence
+_AT_ONCE = 100  # messages that are read before others of the loop have their turn
+_DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)  # as enums they cost more than what they are for
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -76,6 +79,7 @@ class RouterSocket:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_AllowWorkers(keys.worker_public))
         self._socket = _socket(self._context, zmq.ROUTER)
+        self._inbox = _Inbox(self._socket)
         self._socket.curve_server = True
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.router_secret, keys.router_public
         # A worker that comes back takes over the name of the connection that it lost.
@@ -87,7 +91,7 @@ class RouterSocket:
     async def receive(self) -> tuple[bytes, ToRouter]:
         """The next message and who sent it."""
         while True:
-            sender, *frames = await self._socket.recv_multipart()
+            sender, *frames = await self._inbox.get()
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames")
@@ -97,10 +101,13 @@ class RouterSocket:
 
     def send(self, to: bytes, message: Message) -> None:
         """Sends, or drops where the worker is gone: its silence is noticed elsewhere."""
-        cast(Any, self._socket).send_multipart([to, encode(message)], flags=zmq.DONTWAIT)
+        with suppress(zmq.Again):
+            self._socket.send_multipart([to, encode(message)], flags=_DONTWAIT)
+        self._inbox.look()
 
     async def close(self) -> None:
         self._watch.cancel()
+        self._inbox.close()
         self._authenticator.stop()
         self._context.destroy(linger=_LINGER)
 
@@ -112,6 +119,7 @@ class WorkerSocket:
         keys = Keys.of(secret)
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.DEALER)
+        self._inbox = _Inbox(self._socket)
         self._socket.curve_serverkey = keys.router_public
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.worker_secret, keys.worker_public
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -125,7 +133,7 @@ class WorkerSocket:
     async def receive(self) -> ToWorker:
         """The router's next message."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._inbox.get()
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames")
@@ -135,23 +143,60 @@ class WorkerSocket:
 
     def send(self, message: Message) -> bool:
         """Whether there was a router to send to."""
-        future = cast(Any, self._socket).send(encode(message), flags=zmq.DONTWAIT)
-        return not (future.done() and isinstance(future.exception(), zmq.Again))
+        try:
+            self._socket.send(encode(message), flags=_DONTWAIT)
+        except zmq.Again:
+            return False
+        finally:
+            self._inbox.look()
+        return True
 
     async def close(self) -> None:
         self._watch.cancel()
+        self._inbox.close()
         self._context.destroy(linger=_LINGER)
 
 
-def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
+class _Inbox:
+    """What comes in on a socket, for one reader on an asyncio loop. pyzmq's own asyncio sockets, which serve any number
+    of readers and writers, take several times as long for a message."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._loop = socket, asyncio.get_running_loop()
+        self._readable = asyncio.Event()
+        self._descriptor = cast(int, socket.get(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._readable.set)
+        self._taken = 0
+
+    async def get(self) -> list[bytes]:
+        """The frames of the next message."""
+        self._taken += 1
+        if self._taken % _AT_ONCE == 0:
+            await asyncio.sleep(0)  # a flood of messages does not keep the loop to itself
+        while True:
+            self._readable.clear()
+            with suppress(zmq.Again):
+                return self._socket.recv_multipart(_DONTWAIT)
+            await self._readable.wait()
+
+    def look(self) -> None:
+        """To be called after each send: ZeroMQ may then have seen what came in, and does not say so again."""
+        if cast(int, self._socket.get(zmq.EVENTS)) & _POLLIN:
+            self._readable.set()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+
+
+def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = cast(Any, context).socket(kind, socket_class=zmq.Socket)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
     return socket
 
 
-async def _log_refusals(socket: zmq.asyncio.Socket) -> None:
+async def _log_refusals(socket: zmq.Socket[bytes]) -> None:
     """A line for each connection that fails the handshake: another protocol, or another secret."""
     monitor = socket.get_monitor_socket(_REFUSED)
     while True:

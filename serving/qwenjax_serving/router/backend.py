@@ -207,12 +207,16 @@ class _Request:
         self.changed.set()
 
     def result(self) -> RequestOutput:
-        """What there is, as a value of its own."""
+        """What there is, as a value of its own but for the prompt, which stays as it is."""
         parts = [
-            replace(
-                part,
-                token_ids=list(part.token_ids),
-                logprobs=None if part.logprobs is None else list(part.logprobs),
+            CompletionOutput(
+                part.index,
+                part.text,
+                list(part.token_ids),
+                None if part.logprobs is None else list(part.logprobs),
+                part.cumulative_logprob,
+                part.finish_reason,
+                part.stop_reason,
             )
             for part in self.parts
         ]
@@ -220,7 +224,7 @@ class _Request:
         return RequestOutput(
             self.request_id,
             self.prompt,
-            list(self.prompt_token_ids),
+            self.prompt_token_ids,
             parts,
             list(self.first.prompt_logprobs) if self.first and self.first.prompt_logprobs is not None else None,
             self.finished_at is not None,

@@ -144,6 +144,12 @@ class Router:
             worker.leaving = True
         elif isinstance(message, Goodbye):
             self._lose(worker, "has ended")
+        elif isinstance(message, Tokens):
+            for ticket, grown in message.outputs:
+                output = self._tickets.get(ticket)
+                if output is not None and output.decode is worker and output.state == "decoding":
+                    output.deadline = now + self.settings.progress_timeout
+                    self._grow(output, grown)
         else:
             output = self._tickets.get(message.ticket)
             if output is not None and worker in (output.prefill, output.decode):
@@ -273,9 +279,6 @@ class Router:
         elif isinstance(message, Taken):
             output.num_taken += 1
             self._admit_if_all_there(output, now)
-        elif isinstance(message, Tokens) and output.state == "decoding":
-            output.deadline = now + self.settings.progress_timeout
-            self._grow(output, message.grown)
 
     def _admit_if_all_there(self, output: Output, now: float) -> None:
         first = output.first

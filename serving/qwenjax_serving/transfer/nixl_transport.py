@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_POLL = 0.001  # seconds between looks at what is under way; NIXL's own thread for it would spin on a core
+_POLL = 0.001  # seconds between looks at what is under way: NIXL's own thread would spin on a core, and has no events
 _MEMORY = "DRAM"
 _SETTLE = 10.0  # seconds that reads may go on after their peer was disconnected
 
@@ -33,9 +34,20 @@ class TransferError(RuntimeError):
 class _Read:
     """One read under way; `settled` ends, well or with a TransferError, once nothing touches the memory any more."""
 
-    def __init__(self, peer: str, handle: Any) -> None:
-        self.peer, self.handle = peer, handle
+    handle: Any
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def settle(self, error: TransferError | None) -> None:
+        if self.settled.done():  # the transport has failed
+            return
+        if error is None:
+            self.settled.set_result(None)
+        else:
+            self.settled.set_exception(error)
+            self.settled.exception()  # looked at: not everyone waits for a read that failed
 
 
 class NixlTransport:
@@ -46,16 +58,17 @@ class NixlTransport:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl")
+        self._loop = asyncio.get_running_loop()
         self._agent: Any = None
-        self._reads: list[_Read] = []
+        self._reads: list[_Read] = []  # the thread's
         self._registered: list[Any] = []
         self._peers: dict[bytes, str] = {}
         self._serving = 0
-        self._wake = asyncio.Event()
-        self._driver = asyncio.get_running_loop().create_task(self._drive())
         self._failure: Exception | None = None
         self.metadata = b""
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        self._thread.start()
 
     @property
     def failure(self) -> Exception | None:
@@ -101,7 +114,6 @@ class NixlTransport:
             await self._call(self._agent.remove_remote_agent, peer)
         except Exception as error:
             logger.warning("%s: disconnecting from %s: %s", self.name, peer, error)
-        self._wake.set()
 
     async def read(self, peer: str, ranges: np.ndarray, timeout: float) -> None:
         """Copies ranges, uint64 [ranges, 3] of source address, target address and bytes, from a peer.
@@ -123,25 +135,25 @@ class NixlTransport:
         task.result()
 
     async def _read(self, peer: str, ranges: np.ndarray, timeout: float) -> None:
-        def post() -> Any:
+        if not len(ranges):
+            return
+        self._check()
+        read = _Read(peer)
+
+        def post() -> None:
             device = np.zeros(len(ranges), np.uint64)
             local = np.stack([ranges[:, 1], ranges[:, 2], device], axis=1)
             remote = np.stack([ranges[:, 0], ranges[:, 2], device], axis=1)
             descriptions = (self._agent.get_xfer_descs(side, _MEMORY) for side in (local, remote))
-            handle = self._agent.initialize_xfer("READ", *descriptions, peer)
-            self._agent.transfer(handle)
-            return handle
+            read.handle = self._agent.initialize_xfer("READ", *descriptions, peer)
+            self._agent.transfer(read.handle)
+            self._reads.append(read)
 
-        if not len(ranges):
-            return
-        self._check()
         try:
-            read = _Read(peer, await self._call(post))
+            await self._call(post)
         except Exception as error:
             raise TransferError(f"reading from {peer}: {error or type(error).__name__}") from error
         self._check()
-        self._reads.append(read)
-        self._wake.set()
         await asyncio.wait([read.settled], timeout=timeout)
         if read.settled.done():
             return read.settled.result()
@@ -149,14 +161,13 @@ class NixlTransport:
         await asyncio.wait([read.settled], timeout=_SETTLE)
         if not read.settled.done():
             self._fail(TransferError(f"reading from {peer} does not end, {_SETTLE:g} s after it was disconnected"))
-            self._driver.cancel()
         raise TransferError(f"reading from {peer}: not done within {timeout:g} s")
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While others may read from this process: a connection needs both sides to look after it."""
         self._serving += 1
-        self._wake.set()
+        self._calls.put(lambda: None)  # the thread looks up
         try:
             yield
         finally:
@@ -168,53 +179,70 @@ class NixlTransport:
             await self.disconnect(peer)
         if settling := [read.settled for read in self._reads]:
             await asyncio.wait(settling, timeout=_SETTLE)
-        self._driver.cancel()
         for description in self._registered:
             await self._call(self._agent.deregister_memory, description)
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
         self._agent = None
-        self._thread.shutdown()
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args))
+        """What a function of the agent returns or raises, called in the agent's thread."""
+        result: Future[T] = Future()
+
+        def call() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function(*args))
+                except Exception as error:
+                    result.set_exception(error)
+
+        self._calls.put(call)
+        return await asyncio.wrap_future(result)
 
     def _check(self) -> None:
         if self._failure is not None:
             raise TransferError(f"the transport failed: {self._failure}") from self._failure
 
     def _fail(self, error: Exception) -> None:
+        if self._failure is not None:
+            return
         logger.error("%s: the transport failed: %s", self.name, error)
         self._failure = error
-        for read in self._reads:
-            read.settled.set_exception(TransferError(f"reading from {read.peer}: the transport failed: {error}"))
-            read.settled.exception()  # looked at: not everyone waits for a read that failed
-        self._reads.clear()
+        for read in list(self._reads):
+            read.settle(TransferError(f"reading from {read.peer}: the transport failed: {error}"))
 
-    async def _drive(self) -> None:
-        try:
-            await self._look()
-        except Exception as error:
-            self._fail(error)
-
-    async def _look(self) -> None:
+    def _run(self) -> None:
+        """The agent's thread: makes calls, and while anything is under way looks after it between them."""
+        works = True
         while True:
-            if not self._reads and not self._serving:
-                await self._wake.wait()
-            self._wake.clear()
-            if self._agent is not None:
-                for read, error in await self._call(self._poll, list(self._reads)):
+            busy = works and self._failure is None and self._agent is not None and (self._reads or self._serving)
+            try:
+                call = self._calls.get(timeout=_POLL if busy else None)
+            except queue.Empty:
+                pass
+            else:
+                if call is None:
+                    return
+                call()
+            if busy:
+                try:
+                    ended = self._poll()
+                except Exception as error:
+                    works, ended = False, []
+                    self._on_loop(self._fail, error)
+                for read, failure in ended:
                     self._reads.remove(read)
-                    if error is None:
-                        read.settled.set_result(None)
-                    else:
-                        read.settled.set_exception(error)
-                        read.settled.exception()  # looked at: not everyone waits for a read that failed
-            await asyncio.sleep(_POLL)
+                    self._on_loop(read.settle, failure)
 
-    def _poll(self, reads: list[_Read]) -> list[tuple[_Read, TransferError | None]]:
-        """The reads that have ended. In the agent's thread."""
+    def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _poll(self) -> list[tuple[_Read, TransferError | None]]:
+        """The reads that have ended."""
         self._agent.get_new_notifs()
         ended: list[tuple[_Read, TransferError | None]] = []
-        for read in reads:
+        for read in self._reads:
             error = None
             try:
                 state = self._agent.check_xfer_state(read.handle)

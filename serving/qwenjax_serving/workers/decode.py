@@ -15,6 +15,7 @@ from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import (
     Admit,
     Full,
+    Grown,
     Offer,
     Release,
     Reserve,
@@ -55,6 +56,7 @@ class DecodeWorker(Worker):
         self._places: dict[int, Place] = {}
         self._sources: dict[str, Source] = {}
         self._dropping: set[int] = set()
+        self._grown: list[tuple[int, Grown]] = []  # not sent yet
 
     @property
     def num_held(self) -> int:
@@ -148,8 +150,19 @@ class DecodeWorker(Worker):
         growth = Growth(grown)
         request_id = place.request_id
         async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
-            self.send(Tokens(ticket, growth.of(output.outputs[0], output.speculation)))
+            self._tell(ticket, growth.of(output.outputs[0], output.speculation))
         self._places.pop(ticket, None)
+
+    def _tell(self, ticket: int, grown: Grown) -> None:
+        """Says that an output has grown, together with all that grow in this round of the loop: those of one decode
+        call wake up together."""
+        if not self._grown:
+            asyncio.get_running_loop().call_soon(self._tell_all)
+        self._grown.append((ticket, grown))
+
+    def _tell_all(self) -> None:
+        outputs, self._grown = tuple(self._grown), []
+        self.send(Tokens(outputs))
 
     async def _drop(self, ticket: int) -> None:
         """Lets go of an output, wherever it stands; what it held is free once nothing touches it."""

@@ -460,6 +460,25 @@ def test_a_call_runs_one_step_while_requests_wait_and_several_otherwise(waiting:
     one.run()
 
 
+def test_calls_run_one_step_from_a_reservation_until_its_pages_are_there() -> None:
+    scheduler = Scheduler(config(), ranks=1)
+    drawing, coming = (Job(order, prompt_of(5), end_length=60, max_cached=0) for order in range(2))
+
+    def plan() -> tuple[int, int]:
+        plan = scheduler.plan()
+        assert plan is not None
+        assert isinstance(plan.call, Decode)
+        return plan.call.num_steps, len(plan.call.lanes)
+
+    assert scheduler.reserve(drawing)
+    scheduler.arrived(drawing)
+    assert plan() == (4, 1)
+    assert scheduler.reserve(coming)
+    assert plan() == (1, 1)
+    scheduler.arrived(coming)
+    assert plan() == (4, 2)
+
+
 def test_what_surely_ends_is_not_planned_again() -> None:
     one = host(config(max_num_seqs=1))
     add(one, prompt_of(5), 9)
