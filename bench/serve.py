@@ -4,7 +4,7 @@
                           [--deployment FILE] [--record NAME]
 
 The server is a process of its own, started with the same sizes as the LLM of this one: `--streams` slots over
-`--data-parallel` ranks, no drafts (`--speculation` leaves them on). With `--deployment` it is a router and its workers,
+`--data-parallel` ranks, no drafts (`--speculation`: one). With `--deployment` it is a router and its workers,
 whose CPU time counts with it; the file's sizes and decode ranks should then be these. A round sends `--requests`
 completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives the same
 prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for its client
@@ -96,15 +96,16 @@ def main() -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(ranks)  # of the server; this process has imported JAX
     jax.config.update("jax_num_cpu_devices", ranks)
     sizes = ["--max-num-seqs", str(slots), "--data-parallel", str(ranks), "--dtype", arguments.dtype]
-    drafts = [] if arguments.speculation else ["--num-speculative-tokens", "0"]
-    options = ["--config", str(arguments.deployment)] if arguments.deployment else [*sizes, *drafts]
+    drafts = int(arguments.speculation)
+    sizes += ["--num-speculative-tokens", str(drafts)]
+    options = ["--config", str(arguments.deployment)] if arguments.deployment else sizes
     with server(arguments.config, *options) as (url, server_pid):
         llm = LLM(
             arguments.config,
             data_parallel=ranks,
             dtype=arguments.dtype,
             max_num_seqs=slots,
-            num_speculative_tokens=None if arguments.speculation else 0,
+            num_speculative_tokens=drafts,
             progress=False,
         )
         workload = Workload(

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
-# A step with one draft costs 1.26 to 1.32 of one without on an H200 (bench/results/engine-h200.md), and costs least of
-# all numbers where drafts do not pay (bench/results/speculative-cpu.txt).
-_DEFAULT_DRAFTS = 1
+# A step with one draft costs 1.26 to 1.32 of one without on an H200 (bench/results/engine-h200.md). On a CPU one draft
+# makes 0.57 to 0.83 times the tokens a second of none (bench/results/speculative-cpu.txt).
+_DEFAULT_DRAFTS = {"cpu": 0, "gpu": 1}
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations
 # One prefill call. On a CPU the time of a call is what a short prompt waits for, on a GPU larger calls fill it.
@@ -131,7 +131,7 @@ def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[
         speculation_max_batch=asked["speculation_max_batch"],
         prefix_caching=asked["enable_prefix_caching"],
     )
-    num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"])
+    num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"], _platform(mesh))
     own_dtype = None if dtype == "auto" else DTYPES[dtype]
     loaded = load_model(
         folder,
@@ -174,7 +174,7 @@ def _platform(mesh: Mesh) -> str:
     return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
 
 
-def _num_drafts(folder: Path, config: ModelConfig, asked: int | None) -> int:
+def _num_drafts(folder: Path, config: ModelConfig, asked: int | None, platform: str) -> int:
     has_head = has_mtp_head(folder, config)
     if asked and not has_head:
         raise ValueError(
@@ -183,7 +183,7 @@ def _num_drafts(folder: Path, config: ModelConfig, asked: int | None) -> int:
         )
     if asked is None and not has_head:
         logger.info("%s has no multi-token-prediction head: speculative decoding is off", folder)
-    return asked if asked is not None else _DEFAULT_DRAFTS * has_head
+    return asked if asked is not None else _DEFAULT_DRAFTS[platform] * has_head
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> None:

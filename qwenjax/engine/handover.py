@@ -148,7 +148,7 @@ class PrefillEngine(Engine):
         del self._wanted_from[sequence.job.order]
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
-        graphdef, mesh, slots = self.model.graphdef, self.model.mesh, slots_specs(self._with_head)
+        graphdef, mesh, slots = self.model.graphdef, self.model.mesh, slots_specs(self._slots.head is not None)
         state, traced = self.model.state, dict[Program, Any]()
 
         def traced_on_ranks(function: Any, in_specs: Any, out_specs: Any, *arguments: Any) -> Any:
@@ -186,10 +186,6 @@ class PrefillEngine(Engine):
         if self._slots.head is not None:
             found.append((self._slots.head.cache, {1}))
         return found
-
-    @property
-    def _with_head(self) -> bool:
-        return self.config.num_speculative_tokens > 0
 
     def _run_prefill(self, call: Prefill, table: Any) -> tuple[Drawn, TopLogprobs, dict[str, Any]]:
         pages, parts = self._parts(call)
@@ -316,19 +312,27 @@ class DecodeEngine(Engine):
             self.scheduler.remove(request.sequences[0].job)
 
     def admit(self, request_id: str, arrived: Arrived) -> None:
-        """Puts a reserved request's pages into the cache and lets it decode."""
-        request = self._reserved.pop(request_id)
+        """Puts a reserved request's pages into the cache and lets it decode. Raises KeyError for one that is not
+        reserved, and ValueError, before it is taken, where what has arrived does not fit it."""
+        request = self._reserved[request_id]
         sequence = request.sequences[0]
         job = sequence.job
-        self._enter(request)
+        first_page = job.num_cached // self.config.page_size
+        if arrived.pages.shape[1] > len(job.pages) - first_page:
+            raise ValueError(
+                f"request {request_id!r}: {arrived.pages.shape[1]} pages arrived for {len(job.pages) - first_page}"
+            )
+        if arrived.hidden is None and self._slots.head is not None:
+            raise ValueError(f"request {request_id!r}: no hidden state arrived for the multi-token-prediction head")
         sequence.append(arrived.token, None)
+        if sequence.output.finished:
+            raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")
+        del self._reserved[request_id]
+        self._enter(request)
         request.saw_token(time.monotonic())
         if arrived.logprobs is not None and sequence.output.logprobs is not None:
             sequence.output.logprobs.append(arrived.logprobs)
             sequence.output.cumulative_logprob = arrived.logprobs[arrived.token].logprob
-        if sequence.output.finished:
-            raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")
-        first_page = job.num_cached // self.config.page_size
         *before, last = self._blocks(job.rank, job.pages[first_page:], arrived.pages)
         for size, pages, numbers in before:
             self._run(("scatter", size), pages, numbers)
@@ -387,7 +391,7 @@ class DecodeEngine(Engine):
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         mesh, config, ranks = self.model.mesh, self.model.config, self.ranks
-        slots = slots_specs(self.config.num_speculative_tokens > 0)
+        slots = slots_specs(self._slots.head is not None)
         traced: dict[Program, Any] = {
             ("decode", variant): function.trace(self.model.state, self._slots, self._idle_table(("decode", variant)))
             for variant, function in programs.decode.items()

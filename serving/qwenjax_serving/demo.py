@@ -37,7 +37,7 @@ def shipped(name: str) -> Path:
 
 def main() -> int:
     command = [sys.executable, "-m", "qwenjax_serving.cli", "serve", str(shipped("tiny")), "--port", "0"]
-    command += ["--config", str(shipped("deployments/cpu.toml")), "--served-model-name", "tiny"]
+    command += ["--config", str(shipped("deployments/demo.toml")), "--served-model-name", "tiny"]
     print("Starting a router, a prefill worker and a decode worker", file=sys.stderr)
     start = time.monotonic()
     # CPU even where there is a GPU: what the demo shows is how the parts play together.

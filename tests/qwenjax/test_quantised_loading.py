@@ -460,8 +460,8 @@ def test_the_multi_token_prediction_head_is_quantised_too(with_head: Path) -> No
 
 def test_an_mxfp8_model_generates_what_its_logits_say(with_head: Path) -> None:
     prompts = [random_ids(9), random_ids(21)]
-    llm = small_llm(with_head / "mxfp8", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_steps=2)
-    assert llm.config.num_speculative_tokens == 1  # the quantised head drafts
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "num_steps": 2}
+    llm = small_llm(with_head / "mxfp8", num_speculative_tokens=1, **sizes)  # the quantised head drafts
     for prompt, output in zip(prompts, llm.generate(prompts, greedy(10)), strict=True):
         token_ids = list(output.outputs[0].token_ids)
         of_text = llm.logits(prompt + token_ids)[len(prompt) - 1 : -1]

@@ -4,6 +4,7 @@ are killed, stopped and started again. What `LLM.generate` gives is what must co
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -110,6 +111,24 @@ def check_equal(made: Cluster, llm: LLM, count: int, speculates: bool = True) ->
 
 def test_24_mixed_requests_at_once_equal_one_engine_s(one_of_each: Cluster, llm: LLM) -> None:
     check_equal(one_of_each, llm, 24)
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a process listens on, in hexadecimal as the kernel writes them."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    sockets = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *fields = line.split()
+            if state == "0A" and fields[5] in sockets:
+                found.add(local.split(":")[0])
+    return found
+
+
+def test_workers_listen_on_loopback_alone(one_of_each: Cluster) -> None:
+    for process in one_of_each.processes.values():
+        assert listening(process.pid) == {"0100007F"}
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster,
         while not stop.is_set():
             data = bytes([chance.choice([VERSION, 7])]) + chance.randbytes(chance.randint(0, 50))
             socket._socket.send(data)
-            socket.send(Ping())
+            socket.send(Ping((7,)))
             count += 2
             await asyncio.sleep(0.01)
         await socket.close()

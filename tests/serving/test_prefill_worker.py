@@ -13,12 +13,13 @@ from qwenjax.engine.build import build_engine
 from qwenjax.engine.handover import PrefillEngine
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import (
+    Failed,
     Hello,
     Message,
     Offer,
+    Ping,
     Prefill,
     Prefilled,
-    Release,
     Status,
     ToWorker,
     Welcome,
@@ -77,8 +78,11 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
     monkeypatch.setattr(engine, "_run", run)
     monkeypatch.setattr(worker_module, "WorkerSocket", lambda *_: router)
 
+    def refuse(*_: Any) -> None:
+        raise ValueError("as if it did not fit")
+
     async def whole() -> None:
-        worker = PrefillWorker("prefill", engine, "address", b"secret")
+        worker = PrefillWorker("prefill", engine, "fingerprint", "address", b"secret")
         running = asyncio.create_task(worker.run())
         hello = await router.said.get()
         assert isinstance(hello, Hello)
@@ -112,12 +116,24 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         assert len(said.handover.hidden) == engine.model.config.hidden_size * 4
         assert said.grown.finish_reason is None
 
-        # Nothing is given back before the router says so.
+        # Nothing is given back before the router says so, or shows that its word was lost.
+        router.tell.put_nowait(Ping((7,)))
+        await asyncio.sleep(0.05)
         assert worker.staging.num_free == worker.staging.layout.num_slots - 4
-        router.tell.put_nowait(Release(7))
+        router.tell.put_nowait(Ping((8,)))
         while worker.num_held:
             await asyncio.sleep(0.01)
         assert worker.staging.num_free == worker.staging.layout.num_slots
+
+        # What the engine refuses when it is to enter, though the worker had taken it, ends alone.
+        monkeypatch.setattr(engine, "add_prompt", refuse)
+        router.tell.put_nowait(Prefill(8, Work((1, 2), greedy(5), 0, None), 0))
+        assert await router.said.get() == Failed(8, "as if it did not fit", refused=True)
+        monkeypatch.undo()
+        while worker.num_held:
+            await asyncio.sleep(0.01)
+        assert worker.staging.num_free == worker.staging.layout.num_slots
+        assert not running.done()
         await reader.aclose()
         worker.leave()
         await running
@@ -127,7 +143,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
 
 def test_a_small_staging_buffer_is_refused(engine: PrefillEngine) -> None:
     async def make() -> None:
-        PrefillWorker("prefill", engine, "address", b"secret", 7)
+        PrefillWorker("prefill", engine, "fingerprint", "address", b"secret", 7)
 
     with pytest.raises(ValueError, match="staging_pages is 7; the longest sequence has 8 pages of 16"):
         asyncio.run(make())
@@ -143,7 +159,7 @@ def test_a_worker_whose_engine_fails_ends_with_an_error(engine: PrefillEngine, m
     monkeypatch.setattr(worker_module, "WorkerSocket", lambda *_: router)
 
     async def whole() -> None:
-        running = asyncio.create_task(PrefillWorker("prefill", engine, "address", b"secret").run())
+        running = asyncio.create_task(PrefillWorker("prefill", engine, "fingerprint", "address", b"secret").run())
         hello = await router.said.get()
         assert isinstance(hello, Hello)
         router.tell.put_nowait(Welcome(hello.number))

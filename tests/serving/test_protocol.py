@@ -48,8 +48,8 @@ def test_messages_are_equal_after_the_wire() -> None:
     ("data", "message"),
     [
         (b"", "version None"),
-        (bytes([VERSION + 1]) + encode(Ping())[1:], f"version {VERSION + 1}; this is {VERSION}"),
-        (encode(Ping())[:-2], "truncated"),
+        (bytes([VERSION + 1]) + encode(Ping((7,)))[1:], f"version {VERSION + 1}; this is {VERSION}"),
+        (encode(Ping((7,)))[:-2], "truncated"),
         (encode(Taken(1, 2, 3)), "Invalid value 'Taken'"),  # one for the other side
         (bytes([VERSION]) + msgspec.msgpack.encode({"type": "Release", "ticket": "7"}), "Expected `int`"),
         (bytes([VERSION]) + msgspec.msgpack.encode({"type": "Release", "ticket": 7, "x": 1}), "unknown field `x`"),
@@ -105,8 +105,8 @@ async def ping_pong(router: RouterSocket) -> None:
             await asyncio.sleep(0.01)
         sender, message = await router.receive()
         assert (sender, message) == (b"good", Taken(1, 2, 3))
-        router.send(sender, Ping())
-        assert await worker.receive() == Ping()
+        router.send(sender, Ping((7,)))
+        assert await worker.receive() == Ping((7,))
     finally:
         await worker.close()
 
@@ -160,7 +160,7 @@ def test_corrupt_messages_of_a_worker_are_logged_and_dropped(caplog: pytest.LogC
     async def test(router: RouterSocket) -> None:
         worker = WorkerSocket(router.address, SECRET, "worker")
         try:
-            while not worker.send(Ping()):  # a message, but not one for a router
+            while not worker.send(Ping((7,))):  # a message, but not one for a router
                 await asyncio.sleep(0.01)
             worker._socket.send_multipart([b"one", b"two"])
             worker._socket.send(bytes([VERSION]) + b"\x80\xff")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from qwenjax_serving.protocol.messages import (
     Leaving,
     Message,
     Offer,
+    Ping,
     Prefill,
     Prefilled,
     Rejoin,
@@ -102,6 +104,8 @@ class Played:
                     return [Tokens(((ticket, grown(1, 7)),)), Tokens(((ticket, grown(2, 8, end=True)),))]
             case Release(ticket=ticket):
                 self.held.pop(ticket, None)
+            case Ping(tickets=tickets):
+                self.held = {ticket: work for ticket, work in self.held.items() if ticket in tickets}
         return []
 
 
@@ -112,6 +116,7 @@ class World:
         self.workers: dict[bytes, Played] = {}
         self.now = 0.0
         self.sent: list[tuple[bytes, Message]] = []
+        self.loses: Callable[[Message], bool] = lambda message: False
         self.router = Router(self.send, RouterSettings(**changes))  # type: ignore[arg-type]
         self.results: list[list[object]] = []
         self.outputs: list[Output] = []
@@ -119,7 +124,7 @@ class World:
     def send(self, identity: bytes, message: Message) -> None:
         self.sent.append((identity, message))
         worker = self.workers.get(identity)
-        if worker is not None and worker.alive:
+        if worker is not None and worker.alive and not self.loses(message):
             worker.inbox.append(message)
 
     def join(self, *workers: Played) -> None:
@@ -175,6 +180,7 @@ def two_of_each() -> tuple[World, list[Played], list[Played]]:
 def test_every_output_ends_once_whatever_happens(seed: int, num_outputs: int) -> None:
     chance = random.Random(seed)
     world, _, _ = two_of_each()
+    world.loses = lambda message: isinstance(message, Release) and chance.random() < 0.3
     left, cancelled = num_outputs, set[int]()
     while left or world.busy():
         event = chance.random()

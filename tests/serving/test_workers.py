@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qwenjax.outputs import RequestOutput
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving.protocol.messages import (
+    Admit,
+    Failed,
     Full,
+    Grown,
+    Handover,
     Message,
+    Ping,
     Rejoin,
     Reserve,
     Reserved,
@@ -48,6 +54,14 @@ class PlayedEngine:
     def cancel(self, request_id: str) -> None:
         self.reserved.discard(request_id)
 
+    def admit(self, request_id: str, arrived: Any) -> None:
+        raise ValueError("not of this size")
+
+    async def stream(self, request_id: str, enter: Callable[[], None]) -> AsyncIterator[RequestOutput]:
+        enter()
+        return
+        yield
+
     async def call(self, function: Callable[[], Any]) -> Any:
         await asyncio.sleep(self.seconds)
         return function()
@@ -71,6 +85,7 @@ class PlayedSocket:
 class Staging:
     def __init__(self) -> None:
         self.num_free = 8
+        self.pages = np.zeros((1, 8))
 
     def take(self, count: int) -> list[int]:
         self.num_free -= count
@@ -144,6 +159,28 @@ def test_a_worker_whose_message_cannot_be_sent_joins_anew() -> None:
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
+def test_what_the_decode_engine_refuses_ends_alone_and_so_does_what_the_router_no_longer_knows() -> None:
+    async def test() -> None:
+        engine, socket = PlayedEngine(), PlayedSocket()
+        worker = bare(DecodeWorker, engine, socket)
+        listening = asyncio.create_task(worker._listen())
+        for ticket in (7, 8, 9):
+            socket.tell.put_nowait(Reserve(ticket, WORK))
+        socket.tell.put_nowait(Admit(8, Grown(0, (5,), "", None, None, None, None), Handover(5, b"")))
+        while len(socket.said) < 4:
+            await asyncio.sleep(0.01)
+        assert Failed(8, "not of this size") in socket.said
+        socket.tell.put_nowait(Ping((7,)))  # the Release of 9 was lost
+        while worker.num_held > 1:
+            await asyncio.sleep(0.01)
+        assert engine.reserved == {"1-7"}
+        assert worker.staging.num_free == 8 - 1
+        assert not worker._ended.done()
+        listening.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
 @pytest.mark.parametrize("where", ["stager", "offer"])
 def test_an_error_while_staging_ends_the_prefill_worker(where: str) -> None:
     async def test() -> None:
@@ -205,3 +242,22 @@ def test_a_worker_whose_parent_ended_before_it_could_say_so_does_not_run(monkeyp
     with pytest.raises(RuntimeError, match="process 1234567890, which started this worker, has ended"):
         process._end_with(1234567890)
     assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "expected"),
+    [
+        ("tcp://127.0.0.1:5555", None, "lo"),
+        ("tcp://localhost:1", None, "lo"),
+        ("tcp://[::1]:1", None, "lo"),
+        ("tcp://127.0.0.1:5555", "mlx5_0:1", "mlx5_0:1"),
+        ("tcp://10.0.0.1:5555", None, None),
+        ("tcp://router:5555", None, None),
+    ],
+)
+def test_pages_stay_on_the_loopback_interface_of_a_deployment_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch, address: str, given: str | None, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"UCX_NET_DEVICES": given})
+    process.keep_pages_local(address)
+    assert os.environ.get("UCX_NET_DEVICES") == expected

@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
     parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together")
     parser.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 where the model has a head"
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="drafts of a step; default 1 on a GPU with a head",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
@@ -97,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = show(llm, ids if arguments.chat else texts, params, sys.stdout, as_json=arguments.json)
     line = figures(results, time.monotonic() - start, llm.speculation)
     if arguments.num_speculative_tokens is None and llm.speculation is None:
-        line += "; no drafts: the model has no multi-token-prediction head"
+        line += "; no drafts: by default for a model without a multi-token-prediction head, and on a CPU"
     print(line, file=sys.stderr)
     return 0
 

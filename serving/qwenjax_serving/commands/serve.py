@@ -62,7 +62,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=64, metavar="N", help="tokens of a page (default %(default)s)")
     keep = argparse.BooleanOptionalAction
     add("--enable-prefix-caching", action=keep, default=True, help="keep prompts' pages for prompts that begin alike")
-    add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 where there is a head")
+    add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step; default 1 on a GPU with a head")
     add(
         "--speculation-max-batch",
         type=int,

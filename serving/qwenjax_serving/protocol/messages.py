@@ -72,7 +72,10 @@ class Rejoin(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """The router lives."""
+    """The router lives, and these are the tickets that the worker is to hold something for. What else it holds was
+    released by a message that got lost: messages come in the order in which they were sent."""
+
+    tickets: tuple[int, ...]
 
 
 class Source(Message, frozen=True):

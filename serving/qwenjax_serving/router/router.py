@@ -161,8 +161,12 @@ class Router:
         for worker in list(self.workers.values()):
             if now - worker.heard > self.settings.worker_timeout:
                 self._lose(worker, f"has been silent for {now - worker.heard:.1f} s")
-            else:
-                self._send(worker.identity, Ping())
+        held: dict[Worker, list[int]] = {worker: [] for worker in self.workers.values()}
+        for output in self._tickets.values():
+            for holder in self._holders(output):
+                held[holder].append(output.ticket)
+        for worker, tickets in held.items():
+            self._send(worker.identity, Ping(tuple(tickets)))
         for output in list(self._tickets.values()):
             if output.deadline is not None and now > output.deadline:
                 self._retry(output, self._late(output))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -62,6 +63,10 @@ class DecodeWorker(Worker):
     def num_held(self) -> int:
         return len(self._places) + len(self._dropping)
 
+    @property
+    def tickets(self) -> Collection[int]:
+        return self._places.keys()
+
     async def handle(self, message: ToWorker) -> None:
         match message:
             case Source(gone=False):
@@ -71,33 +76,33 @@ class DecodeWorker(Worker):
                     await self.transport.disconnect(message.worker)
             case Reserve():
                 # Tickets of another router may be the same.
-                self._places[message.ticket] = Place(message.work, f"{self._number}-{message.ticket}")
-                self._do(message.ticket, self._reserve(message.ticket, message.work))
+                new = self._places[message.ticket] = Place(message.work, f"{self._number}-{message.ticket}")
+                self._do(new, self._reserve(message.ticket, new))
             case Offer():
-                if message.ticket in self._places:
-                    self._do(message.ticket, self._read(message))
+                if (place := self._places.get(message.ticket)) is not None:
+                    self._do(place, self._read(message, place))
             case Admit():
-                if message.ticket in self._places:
-                    self._do(message.ticket, self._decode(message))
+                if (place := self._places.get(message.ticket)) is not None:
+                    self._do(place, self._decode(message, place))
             case Release():
-                self.background(self._drop(message.ticket))
+                self._drop(message.ticket)
 
     async def drop_all(self) -> None:
-        await asyncio.gather(*(self._drop(ticket) for ticket in list(self._places)))
+        for ticket in list(self._places):
+            self._drop(ticket)
         while self._dropping:
             await asyncio.sleep(0.01)
         for worker in list(self._sources):
             await self.transport.disconnect(worker)
         self._sources.clear()
 
-    def _do(self, ticket: int, work: Any) -> None:
-        tasks = self._places[ticket].tasks
+    def _do(self, place: Place, work: Any) -> None:
         task = self.background(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        place.tasks.add(task)
+        task.add_done_callback(place.tasks.discard)
 
-    async def _reserve(self, ticket: int, work: Work) -> None:
-        engine, place, size = self._decode_engine, self._places[ticket], self._engine.config.page_size
+    async def _reserve(self, ticket: int, place: Place) -> None:
+        engine, work, size = self._decode_engine, place.work, self._engine.config.page_size
         try:
             num_cached = await self.engine.call(
                 lambda: engine.reserve(
@@ -106,7 +111,7 @@ class DecodeWorker(Worker):
             )
         except ValueError as error:
             self.fail(ticket, str(error), refused=True)
-            self.background(self._drop(ticket))
+            self._drop(ticket)
             return
         slots = None
         if num_cached is not None:
@@ -114,13 +119,13 @@ class DecodeWorker(Worker):
             slots = self.staging.take(-(-(len(work.prompt_token_ids) - num_cached) // size))
         if num_cached is None or slots is None:
             self.send(Full(ticket))
-            self.background(self._drop(ticket))
+            self._drop(ticket)
             return
         place.slots = slots
         self.send(Reserved(ticket, num_cached))
 
-    async def _read(self, offer: Offer) -> None:
-        place, source = self._places[offer.ticket], self._sources.get(offer.source)
+    async def _read(self, offer: Offer, place: Place) -> None:
+        source = self._sources.get(offer.source)
         if source is None:
             return  # it is gone, and the router knows
         own = self.staging.layout
@@ -132,15 +137,15 @@ class DecodeWorker(Worker):
             await self.transport.read(await self.transport.connect(source.metadata), ranges, _READ_TIMEOUT)
         except (TransferError, ValueError) as error:
             self.fail(offer.ticket, str(error))
-            self.background(self._drop(offer.ticket))
+            self._drop(offer.ticket)
             return
         num_bytes = plan.num_bytes(offer.end_plane - offer.first_plane, own.row_bytes)
         self.bytes_read += num_bytes
         self.read_seconds += time.monotonic() - began
         self.send(Taken(offer.ticket, offer.part, num_bytes))
 
-    async def _decode(self, admit: Admit) -> None:
-        ticket, place, engine = admit.ticket, self._places[admit.ticket], self._decode_engine
+    async def _decode(self, admit: Admit, place: Place) -> None:
+        ticket, engine = admit.ticket, self._decode_engine
         handover, grown = admit.handover, admit.grown
         hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
         pages = self.staging.pages[:, place.slots]  # a copy: the slots are free for the next
@@ -149,8 +154,13 @@ class DecodeWorker(Worker):
         arrived = Arrived(handover.token, grown.logprobs[0] if grown.logprobs else None, hidden, pages)
         growth = Growth(grown)
         request_id = place.request_id
-        async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
-            self._tell(ticket, growth.of(output.outputs[0], output.speculation))
+        try:
+            async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
+                self._tell(ticket, growth.of(output.outputs[0], output.speculation))
+        except (ValueError, KeyError) as error:  # the engine has not taken it, and others go on
+            self.fail(ticket, str(error))
+            self._drop(ticket)
+            return
         self._places.pop(ticket, None)
 
     def _tell(self, ticket: int, grown: Grown) -> None:
@@ -164,12 +174,14 @@ class DecodeWorker(Worker):
         outputs, self._grown = tuple(self._grown), []
         self.send(Tokens(outputs))
 
-    async def _drop(self, ticket: int) -> None:
+    def _drop(self, ticket: int) -> None:
         """Lets go of an output, wherever it stands; what it held is free once nothing touches it."""
         place = self._places.pop(ticket, None)
-        if place is None:
-            return
-        self._dropping.add(ticket)
+        if place is not None:
+            self._dropping.add(ticket)
+            self.background(self._free(ticket, place))
+
+    async def _free(self, ticket: int, place: Place) -> None:
         try:
             for task in (tasks := list(place.tasks)):
                 task.cancel()

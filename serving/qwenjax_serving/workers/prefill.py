@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,10 @@ class PrefillWorker(Worker):
     @property
     def num_held(self) -> int:
         return len(self._prompts)
+
+    @property
+    def tickets(self) -> Collection[int]:
+        return [prompt.message.ticket for prompt in self._prompts.values()]
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -111,15 +116,21 @@ class PrefillWorker(Worker):
             )
 
         output: RequestOutput | None = None
-        async for each in self.engine.stream(request_id, enter):
-            output = each
+        try:
+            async for each in self.engine.stream(request_id, enter):
+                output = each
+        except (ValueError, KeyError) as error:  # the engine has not taken it, and others go on
+            self.fail(message.ticket, str(error), refused=True)
+            self.background(self._drop(request_id))
+            return
         assert output is not None
         hidden, num_parts = engine.take_handover(request_id)
         while prompt.num_offered < num_parts:
             prompt.offered.clear()
             await prompt.offered.wait()
         (first,) = output.outputs
-        handover = None if first.finished else Handover(first.token_ids[0], np.asarray(hidden).tobytes())
+        state = np.asarray(hidden).tobytes() if engine.config.num_speculative_tokens else b""
+        handover = None if first.finished else Handover(first.token_ids[0], state)
         prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
         grown = Growth().of(first, output.speculation)
         self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))

@@ -13,9 +13,12 @@ import logging
 import os
 import signal
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 
-from qwenjax.engine.build import EngineOptions, build_engine
+from qwenjax.checkpoint.fingerprint import checkpoint_fingerprint
+from qwenjax.checkpoint.resolve import resolve
+from qwenjax.engine.build import build_engine
 from qwenjax.engine.handover import DecodeEngine, PrefillEngine
 from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
 from qwenjax_serving.workers.decode import DecodeWorker
@@ -30,13 +33,32 @@ def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revisi
     """Loads and compiles, and works until it is told to end. Raises ValueError for what cannot be built."""
     if parent := os.environ.get(PARENT_VARIABLE):
         _end_with(int(parent))
-    options: EngineOptions = {**plan.options, "revision": revision}
+    keep_pages_local(address)
+    folder = resolve(model, revision)
+    fingerprint = checkpoint_fingerprint(folder)
     if plan.role == "prefill":
-        prefill = build_engine(model, PrefillEngine, **options)
-        asyncio.run(_run(PrefillWorker, plan, prefill, address, secret))
+        prefill = build_engine(folder, PrefillEngine, **plan.options)
+        asyncio.run(_run(PrefillWorker, plan, prefill, fingerprint, address, secret))
     else:
-        decode = build_engine(model, DecodeEngine, **options)
-        asyncio.run(_run(DecodeWorker, plan, decode, address, secret))
+        decode = build_engine(folder, DecodeEngine, **plan.options)
+        asyncio.run(_run(DecodeWorker, plan, decode, fingerprint, address, secret))
+
+
+def keep_pages_local(address: str) -> None:
+    """Lets UCX, which NIXL moves pages with, use the loopback interface alone where the router's address says that all
+    workers are on one machine; by itself it listens on every interface. To be called before NIXL is imported. Who has
+    set UCX_NET_DEVICES, in the environment or in the worker's `env`, is not overruled."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host == "localhost" or (_is_number(host) and ip_address(host).is_loopback):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _end_with(parent: int) -> None:
@@ -50,10 +72,11 @@ async def _run(
     kind: type[PrefillWorker] | type[DecodeWorker],
     plan: WorkerPlan,
     engine: PrefillEngine | DecodeEngine,
+    fingerprint: str,
     address: str,
     secret: bytes,
 ) -> None:
-    await kind(plan.name, engine, address, secret, plan.staging_pages).run()  # type: ignore[arg-type]
+    await kind(plan.name, engine, fingerprint, address, secret, plan.staging_pages).run()  # type: ignore[arg-type]
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import signal
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, ClassVar
 
 from qwenjax.engine.async_engine import AsyncEngine
@@ -23,6 +23,7 @@ from qwenjax_serving.protocol.messages import (
     Message,
     Ping,
     Rejoin,
+    Release,
     Role,
     Status,
     ToWorker,
@@ -46,9 +47,16 @@ class Worker(ABC):
     role: ClassVar[Role]
 
     def __init__(
-        self, name: str, engine: Engine, address: str, secret: bytes, staging_pages: int | None = None
+        self,
+        name: str,
+        engine: Engine,
+        fingerprint: str,
+        address: str,
+        secret: bytes,
+        staging_pages: int | None = None,
     ) -> None:
-        """staging_pages: of the buffer that pages travel through, by default those of two longest sequences."""
+        """fingerprint: of the checkpoint. staging_pages: of the buffer that pages travel through, by default those of
+        two longest sequences."""
         self.name, self.instance = name, f"{name}-{uuid.uuid4().hex[:12]}"
         config, model = engine.config, engine.model
         slots = 2 * config.max_pages if staging_pages is None else staging_pages
@@ -57,7 +65,7 @@ class Worker(ABC):
                 f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
             )
         self.staging = StagingBuffer(kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots)
-        self._address, self._secret = address, secret
+        self._address, self._secret, self._fingerprint = address, secret, fingerprint
         self._number = 0
         self._engine = engine
         self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
@@ -71,6 +79,11 @@ class Worker(ABC):
     @abstractmethod
     def num_held(self) -> int:
         """Tickets that something is held for."""
+
+    @property
+    @abstractmethod
+    def tickets(self) -> Collection[int]:
+        """Those that something is held for and that the router has not told it to let go of."""
 
     @abstractmethod
     async def handle(self, message: ToWorker) -> None:
@@ -142,8 +155,12 @@ class Worker(ABC):
                 self._welcome = message.number == self._number and self._rejoining is None
                 if self._welcome:
                     logger.info("worker %s has joined", self.name)
-            elif not self._welcome or isinstance(message, Ping):
+            elif not self._welcome:
                 continue  # said to what this worker was before
+            elif isinstance(message, Ping):
+                for ticket in set(self.tickets) - set(message.tickets):
+                    logger.warning("worker %s: a Release was lost: it lets go of ticket %d", self.name, ticket)
+                    await self.handle(Release(ticket))
             elif isinstance(message, Rejoin):
                 self._rejoin()
             else:
@@ -168,7 +185,7 @@ class Worker(ABC):
             self.instance,
             self._number,
             self.role,
-            _model_key(self._engine),
+            _model_key(self._engine, self._fingerprint),
             self._engine.ranks * config.max_num_seqs,
             min(config.max_model_len, config.num_pages * config.page_size),
             self.staging.layout,
@@ -209,8 +226,8 @@ class Worker(ABC):
         self.send(Leaving())
 
 
-def _model_key(engine: Engine) -> str:
-    """Equal for engines whose pages mean the same."""
-    model = engine.model
-    described = repr((model.config, str(model.dtype), num_planes(engine), sorted(engine.tokenizer.eos_ids)))
+def _model_key(engine: Engine, fingerprint: str) -> str:
+    """Equal for engines whose pages mean the same: of one checkpoint, read in one way."""
+    model, eos_ids = engine.model, sorted(engine.tokenizer.eos_ids)
+    described = repr((fingerprint, model.config, str(model.dtype), num_planes(engine), eos_ids))
     return hashlib.sha256(described.encode()).hexdigest()[:16]

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from qwenjax import LLM, RequestOutput, SamplingParams
+from qwenjax.config import ModelConfig
+from qwenjax.engine import build
 from qwenjax.engine.engine import EngineConfig
 from qwenjax.outputs import SpeculationStats
 from tests.generation import (
@@ -217,3 +219,10 @@ def test_stats_count_a_step_that_an_output_ended_only_as_far_as_it_went() -> Non
     assert stats.accepted == [3, 1, 1]
     assert stats.acceptance == [1.0, 0.5, 0.5]
     assert stats.mean_length == pytest.approx(8 / 3)
+
+
+@pytest.mark.parametrize(("platform", "drafts"), [("cpu", 0), ("gpu", 1)])
+def test_drafts_are_made_by_default_where_they_gain_time(folder: Path, platform: str, drafts: int) -> None:
+    config = ModelConfig.from_folder(folder)
+    assert build._num_drafts(folder, config, None, platform) == drafts
+    assert build._num_drafts(folder, config, 2, platform) == 2
