@@ -39,18 +39,20 @@ def local_experts(
     first_expert: jax.Array | int,
     activation_format: ActivationFormat = "model",
 ) -> jax.Array:
-    """What this rank's experts add to each token: float32 [tokens, hidden], zeros where none was chosen.
+    """What this rank's experts add to each token: [tokens, hidden] of x's dtype, zeros where none was chosen.
 
-    x: [tokens, hidden]; ids: int32 [tokens, top_k], -1 for none; weights: float32 [tokens, top_k]. Where it is
+    x: [tokens, hidden]; ids: int32 [tokens, top_k], -1 for none; weights: float32 [tokens, top_k]. Rows are added in
+    float32 and rounded once. Where it is
     differentiated (in x, weights and plain expert weights), qwenjax_ffi.experts_training's form runs instead.
     """
-    rows = sort_rows(ids, first_expert, experts.w13.shape[1])
+    rows = sort_rows(ids, weights, first_expert, experts.w13.shape[1])
     hidden = moe_gate_up(
         x, rows.row_token, rows.group_sizes, experts.w13, experts.layer, activation_format=activation_format
     )
-    row_weight = weights.reshape(-1)[rows.row_choice]
-    out = moe_down(hidden, rows.group_sizes, experts.w2, row_weight, experts.layer, activation_format=activation_format)
-    return sum_rows(out, rows.token_rows)
+    out = moe_down(
+        hidden, rows.group_sizes, experts.w2, rows.row_weight, experts.layer, activation_format=activation_format
+    )
+    return sum_rows(out, rows.token_rows, x.dtype)
 
 
 def _local_experts_forward(
@@ -65,7 +67,7 @@ def _local_experts_forward(
         raise ValueError(f"activation_format {activation_format!r} cannot be differentiated; train with 'model'")
 
     def form(x: jax.Array, weights: jax.Array, w13: AnyWeight, w2: AnyWeight) -> jax.Array:
-        return local_experts_training(x, ids, weights, w13, w2, experts.layer, first_expert)
+        return local_experts_training(x, ids, weights, w13, w2, experts.layer, first_expert).astype(x.dtype)
 
     return jax.vjp(form, x, weights, experts.w13, experts.w2)
 
@@ -98,7 +100,7 @@ def moe_replicated_tokens(
     """
     first = jax.lax.axis_index(axis_name) * experts.w13.shape[1]
     partial = local_experts(x, ids, weights, experts, first, activation_format)
-    return all_reduce(partial.astype(x.dtype), axis_name, epochs)
+    return all_reduce(partial, axis_name, epochs)
 
 
 class Dispatched(NamedTuple):
@@ -157,7 +159,7 @@ def combine(
     home = jax.lax.all_to_all(partial, axis_name, 0, 0)  # home[r, s]: what rank r made of the token in its slot s
     ranks, _, hidden = home.shape
     rows = jnp.where(slots >= 0, jnp.arange(ranks) * home.shape[1] + slots, -1)
-    total = sum_rows(home.reshape(-1, hidden), rows).astype(partial.dtype)
+    total = sum_rows(home.reshape(-1, hidden), rows, partial.dtype)
     return jax.lax.optimization_barrier((total, advance(epochs)))
 
 
@@ -180,4 +182,4 @@ def moe_sharded_tokens(
     first = jax.lax.axis_index(axis_name) * experts_per_rank
     flat_x, flat_ids, flat_weights = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (there.x, there.ids, there.weights))
     partial = local_experts(flat_x, flat_ids, flat_weights, experts, first, activation_format)
-    return combine(partial.astype(x.dtype).reshape(there.x.shape), there.slots, axis_name, epochs)
+    return combine(partial.reshape(there.x.shape), there.slots, axis_name, epochs)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.packing import AnyWeight
-from qwenjax_ffi.routing import sort_rows
+from qwenjax_ffi.routing import ExpertRows, sort_rows
 from qwenjax_ffi.row_blocks import RowBlocks
 from qwenjax_ffi.weights import select_layer
 
@@ -31,7 +31,7 @@ def local_experts_training(
     layer: jax.Array | int,
     first_expert: jax.Array | int,
 ) -> jax.Array:
-    """What this rank's experts add to each token: float32 [tokens, hidden], as expert_parallel.local_experts.
+    """What this rank's experts add to each token: expert_parallel.local_experts in float32 [tokens, hidden].
 
     x: [tokens, hidden]; ids: int32 [tokens, top_k], -1 for none; weights: float32 [tokens, top_k]; w13: [layers, local
     experts, 2 * width, hidden], gate first; w2: [layers, local experts, hidden, width]. Differentiable in x, weights,
@@ -65,19 +65,23 @@ def _by_expert(
     Keeps nothing for the gradient but its inputs: the rest is computed again. `jax.lax.ragged_dot` would do, but XLA's
     form of its gradient on a GPU masks every group, 64 GiB at 65,536 rows and 128 experts of Qwen3-30B's width.
     """
-    rows = sort_rows(ids, first_expert, w13.shape[0])
+    rows = _sort(ids, weights, first_expert, w13.shape[0])
     blocks = RowBlocks(rows.group_sizes, ids.size)
-    row_weight = weights.reshape(-1)[rows.row_choice]
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:
         block = blocks.at(index)
         up = _up(x[rows.row_token[block.rows]], w13[block.group])
-        made = _times(up.hidden, w2[block.group].T) * row_weight[block.rows][:, None]
+        made = _times(up.hidden, w2[block.group].T) * rows.row_weight[block.rows][:, None]
         # What lies past a group's end is written over by the next group's first block, or is no token's.
         return jax.lax.dynamic_update_slice(out, made, (block.start, 0))
 
     out = jnp.zeros((ids.size + blocks.size, x.shape[1]), jnp.float32)
     return sum_rows(jax.lax.fori_loop(0, blocks.count, step, out), rows.token_rows)
+
+
+def _sort(ids: jax.Array, weights: jax.Array, first_expert: jax.Array | int, num_experts: int) -> ExpertRows:
+    # The gradient multiplies rows of padding by zero, which only the reference's are finite for.
+    return sort_rows(ids, weights, first_expert, num_experts, implementation="reference")
 
 
 class _Up(NamedTuple):
@@ -103,9 +107,8 @@ def _forward(*inputs: Any) -> tuple[jax.Array, tuple[Any, ...]]:
 
 def _backward(inputs: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
     x, ids, weights, w13, w2, first_expert = inputs
-    rows = sort_rows(ids, first_expert, w13.shape[0])
+    rows = _sort(ids, weights, first_expert, w13.shape[0])
     blocks = RowBlocks(rows.group_sizes, ids.size)
-    row_weight = weights.reshape(-1)[rows.row_choice]
 
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         d_rows, d_row_weight, d_w13, d_w2 = carry
@@ -115,7 +118,7 @@ def _backward(inputs: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
         up = _up(row_x, first)
         d_made = jnp.where(block.inside[:, None], d_out[token], 0.0)
         d_weight = jnp.sum(d_made * _times(up.hidden, second.T), axis=-1)
-        d_made = (d_made * row_weight[block.rows][:, None]).astype(x.dtype)
+        d_made = (d_made * rows.row_weight[block.rows][:, None]).astype(x.dtype)
         d_hidden = _times(d_made, second)
         _, swiglu_gradient = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, up.gate, up.up)
         d_both = jnp.concatenate(swiglu_gradient(d_hidden), axis=-1).astype(x.dtype)

@@ -20,6 +20,7 @@ from typing import TypeGuard
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import expert_rows_kernel
 from qwenjax_ffi import grouped_gemm_blackwell as blackwell
 from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.activations import ActivationFormat, quantise_activations
@@ -123,19 +124,29 @@ def moe_down(
     return _by_blocks(block, x.shape[0], w2.shape[-2], group_sizes, x.dtype)
 
 
-def sum_rows(rows: jax.Array, token_rows: jax.Array) -> jax.Array:
+def sum_rows(
+    rows: jax.Array,
+    token_rows: jax.Array,
+    dtype: jnp.dtype | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> jax.Array:
     """Each token's rows, summed in float32 in the order of its choices; zeros for a token without rows.
 
-    rows: [rows, features]; token_rows: int32 [tokens, top_k], -1 for none. Returns float32 [tokens, features].
+    rows: [rows, features]; token_rows: int32 [tokens, top_k], -1 for none. Returns [tokens, features] of `dtype`
+    (default float32), rounded once. The kernel gives the same bits.
     """
-
+    dtype = jnp.dtype(dtype or jnp.float32)
+    unavailable = expert_rows_kernel.sum_unavailable(rows, token_rows, dtype)
+    if choose("sum_rows", implementation, unavailable) == "kernel":
+        return expert_rows_kernel.sum_rows(rows, token_rows, dtype)
     # Unrolled: a loop would end the command buffer that the kernels around it are captured in.
     total = jnp.zeros((token_rows.shape[0], rows.shape[1]), jnp.float32)
     for choice in range(token_rows.shape[1]):
         row = token_rows[:, choice]
         # where, not a product with 0: a padding row may hold NaN.
         total = total + jnp.where((row >= 0)[:, None], rows[jnp.maximum(row, 0)].astype(jnp.float32), 0.0)
-    return total
+    return total.astype(dtype)
 
 
 def _use_kernel(

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwenjax_ffi import expert_rows_kernel as kernels
+from qwenjax_ffi.implementation import Implementation, choose
+
 
 def top_k_experts(logits: jax.Array, top_k: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
     """Qwen3-MoE's router: softmax over all experts in float32, then the top k.
@@ -23,25 +26,37 @@ def top_k_experts(logits: jax.Array, top_k: int, normalise: bool) -> tuple[jax.A
 
 
 class ExpertRows(NamedTuple):
-    """The (token, choice) pairs of some consecutive experts, sorted by expert; within one, by token.
+    """The (token, choice) pairs of some consecutive experts, sorted by expert; within one, by token, then by choice.
 
     row_token: int32 [tokens * top_k], the token of each row. group_sizes: int32 [experts], rows of each expert; rows
-    at and after their sum are padding, never written and never read. row_choice: int32 [tokens * top_k], the
-    position of each row in ids.reshape(-1). token_rows: int32 [tokens, top_k], the row of each pair, -1 where its
-    expert is not among these.
+    at and after their sum are padding, never written and never read: what they hold is not defined (the reference puts
+    the other pairs there, the kernel leaves the memory as it was), and a gather with them has to be masked afterwards.
+    row_weight: float32 [tokens * top_k], the routing weight of each row. token_rows: int32 [tokens, top_k], the row of
+    each pair, -1 where its expert is not among these.
     """
 
     row_token: jax.Array
     group_sizes: jax.Array
-    row_choice: jax.Array
+    row_weight: jax.Array
     token_rows: jax.Array
 
 
-def sort_rows(ids: jax.Array, first_expert: jax.Array | int, num_experts: int) -> ExpertRows:
+def sort_rows(
+    ids: jax.Array,
+    weights: jax.Array,
+    first_expert: jax.Array | int,
+    num_experts: int,
+    *,
+    implementation: Implementation = "auto",
+) -> ExpertRows:
     """The rows of experts first_expert to first_expert + num_experts - 1.
 
-    ids: int32 [tokens, top_k]; -1 marks a pair that goes nowhere (padding).
+    ids: int32 [tokens, top_k]; -1 marks a pair that goes nowhere (padding). weights: float32 [tokens, top_k].
     """
+    if weights.shape != ids.shape:
+        raise ValueError(f"ids are {list(ids.shape)} and weights {list(weights.shape)}; both are [tokens, top_k]")
+    if choose("sort_rows", implementation, kernels.sort_unavailable(ids, weights, num_experts)) == "kernel":
+        return ExpertRows(*kernels.sort_rows(ids, weights, first_expert, num_experts))
     tokens, top_k = ids.shape
     local = ids.reshape(-1) - first_expert
     here = (ids.reshape(-1) >= 0) & (local >= 0) & (local < num_experts)
@@ -52,6 +67,6 @@ def sort_rows(ids: jax.Array, first_expert: jax.Array | int, num_experts: int) -
     return ExpertRows(
         row_token=order // top_k,
         group_sizes=sizes,
-        row_choice=order,
+        row_weight=weights.reshape(-1)[order],
         token_rows=jnp.where(here, rank, -1).reshape(tokens, top_k),
     )

@@ -96,6 +96,18 @@ def store_shared(address: Int32, value: Int32) -> None:
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def add_shared(address: Int32, value: Int32) -> None:
+    """Adds to a word of shared memory, which other threads may add to."""
+    cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def lanes_with_the_same(value: Int32) -> Uint32:
+    """A bit for each lane of the warp that has this lane's value; all lanes must be there."""
+    return cute.arch.inline_ptx(
+        "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
+    )
+
+
 def load_global(address: Int64) -> Int32:
     """One 32-bit word of global memory that no one writes during the kernel."""
     return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])

@@ -14,7 +14,7 @@ from qwenjax_ffi.routing import sort_rows, top_k_experts
 
 EXPERTS, TOP_K = 8, 3
 ROUTE = jax.jit(top_k_experts, static_argnums=(1, 2))
-SORT = jax.jit(sort_rows, static_argnums=2)
+SORT = jax.jit(sort_rows, static_argnums=3)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -65,8 +65,9 @@ def test_ids_are_distinct_and_in_range_whatever_the_logits(logits: np.ndarray) -
 
 
 def check_sorted(ids: np.ndarray, first: int, count: int) -> None:
-    rows = SORT(ids, first, count)
-    assert all(leaf.dtype == jnp.int32 for leaf in rows)
+    weights = np.arange(ids.size, dtype=np.float32).reshape(ids.shape)  # which pair a row is
+    rows = SORT(ids, weights, first, count)
+    assert [leaf.dtype for leaf in rows] == [jnp.int32, jnp.int32, jnp.float32, jnp.int32]
     tokens, top_k = ids.shape
     pairs = [
         (expert - first, token * top_k + choice)
@@ -77,7 +78,7 @@ def check_sorted(ids: np.ndarray, first: int, count: int) -> None:
     pairs.sort()
     choices = [choice for _, choice in pairs]
     assert rows.group_sizes.tolist() == [sum(expert == e for expert, _ in pairs) for e in range(count)]
-    assert rows.row_choice.tolist()[: len(pairs)] == choices
+    assert rows.row_weight.tolist()[: len(pairs)] == choices
     assert rows.row_token.tolist()[: len(pairs)] == [choice // top_k for choice in choices]
     expected = np.full(tokens * top_k, -1)
     expected[choices] = np.arange(len(choices))

@@ -80,10 +80,11 @@ def split_operands(text: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text)]
 
 
-def parse(ptx: str) -> Program:
-    """The one kernel of a PTX module."""
+def parse(ptx: str, kernel: str = "") -> Program:
+    """The one kernel of a PTX module, or the one whose name has `kernel` in it."""
     ptx = re.sub(r"//.*", "", ptx)
-    head, body = re.search(r"\.entry\s+(.*?)\n\{(.*)\n\}", ptx, re.S).groups()  # type: ignore[union-attr]
+    (ptx,) = (entry for entry in ptx.split(".entry ")[1:] if kernel in entry.partition("(")[0])
+    head, body = re.search(r"(.*?)\n\{(.*)\n\}", ptx, re.S).groups()  # type: ignore[union-attr]
     declared = re.findall(r"\.align (\d+) \.b8 (\w+)\[(\d+)\]", head)
     parameters = [(name, int(alignment), int(size)) for alignment, name, size in declared]
     threads = int(re.search(r"\.reqntid (\d+)", head).group(1))  # type: ignore[union-attr]
@@ -414,6 +415,11 @@ class Block(TensorMemory):
             warp, instruction.operands[0], np.asarray([int(word).bit_count() for word in bits], np.uint32), lanes
         )
 
+    def do_match(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        value = self.read(warp, instruction.operands[1], "u32")
+        masks = (value[:, None] == value[None, :]) @ (np.uint64(1) << np.arange(LANES, dtype=np.uint64))
+        self.write(warp, instruction.operands[0], masks.astype(np.uint32), lanes)
+
     def do_ex2(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             self.write(warp, instruction.operands[0], np.exp2(self.read(warp, instruction.operands[1], "f32")), lanes)
@@ -512,6 +518,14 @@ class Block(TensorMemory):
             place = self.bytes_at(parts[1], int(addresses[lane]), len(sources) * dtype.itemsize)
             place[:] = np.ascontiguousarray(values[lane]).view(np.uint8)
 
+    def do_red(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        assert parts[2] == "add", instruction.text
+        values = self.read(warp, instruction.operands[1], instruction.dtype)
+        addresses = self.addresses(warp, instruction.operands[0])
+        for lane in np.flatnonzero(lanes):
+            place = self.bytes_at(parts[1], int(addresses[lane]), values.dtype.itemsize)
+            place[:] = (place.view(values.dtype) + values[lane]).view(np.uint8)
+
     def do_mbarrier(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         operands = instruction.operands
         place = operands[0] if parts[1] == "init" else operands[1]
@@ -550,13 +564,15 @@ class Block(TensorMemory):
         self.copies.append(finish)
 
 
-def launch(ptx: str, buffers: Sequence[Buffer], grid: tuple[int, int], seed: int = 0) -> set[str]:
-    """Runs a kernel over its grid. Its 8-byte aligned parameters are tensors, in the order of `buffers`, which it
-    writes to; the others are flags of the product that are off.
+def launch(ptx: str, buffers: Sequence[Buffer], grid: tuple[int, int], seed: int = 0, kernel: str = "") -> set[str]:
+    """Runs a kernel over its grid; of several in a module, the one that `kernel` names.
+
+    Its 8-byte aligned parameters are tensors, in the order of `buffers`, which it writes to; the others are flags of
+    the product that are off.
 
     Returns the names of the instructions that were executed.
     """
-    program = parse(ptx)
+    program = parse(ptx, kernel)
     memory = GlobalMemory(list(buffers))
     pointers = iter(memory.address(index) for index in range(len(buffers)))
     arguments = {
