@@ -1,10 +1,10 @@
 """The (token, choice) pairs of a rank's experts, sorted by expert: a stable counting sort, the same bits every time.
 
-A warp takes 32 consecutive pairs a turn and a block a chunk of consecutive warps, so that a pair's place is the rows of
-lower experts and those of its own expert in chunks before, warps before, turns before and lanes before. The last two
-are known as the warp counts, and a scan over the block's warps gives the third. Up to `ONE_BLOCK_PAIRS` pairs, one block is
-all there is. Above, a first kernel counts each chunk's rows, and each block of the second adds up the counts of all
-chunks: 64 KiB a block at 128 chunks and 128 experts, from the L2.
+A warp takes 32 consecutive pairs a turn and a block a chunk of consecutive warps, so that a pair's place is the rows
+of lower experts and those of its own expert in chunks before, warps before, turns before and lanes before. The last
+two are known as the warp counts, and a scan over the block's warps gives the third. Up to `ONE_BLOCK_PAIRS` pairs, one
+block is all there is. Above, a first kernel counts each chunk's rows, and each block of the second adds up the counts
+of all chunks: 64 KiB a block at 128 chunks and 128 experts, from the L2.
 """
 
 from __future__ import annotations
