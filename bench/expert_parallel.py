@@ -11,7 +11,8 @@ decode batch, where what counts is the launch. With two GPUs or more, also the s
 that follows it, against XLA's sum and `psum`. Results are compared with the references' before they are timed.
 
 Calls run in a jitted loop of 20 ms or more, dispatched once; the median of five. A prefill's rows exceed the L2.
-Where bench/expert_parallel_decode.py is there, its rows follow. With --predict, no GPU: see expert_parallel_model.py.
+Decode's dispatch and combine between GPUs follow (expert_parallel_decode.py). With --predict, no GPU: see
+expert_parallel_model.py.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def measure_over_ranks(tokens: int) -> None:
     print("|" + " --- |" * 4)
     seconds = {}
     forms: list[tuple[Implementation, Implementation]] = [
-        ("reference", "reference"), ("kernel", "reference"), ("kernel", "kernel"), ("kernel", "auto"),
+        ("reference", "reference"), ("kernel", "reference"), ("kernel", "kernel"),
     ]  # fmt: skip
     for summing, reducing in forms:
 
@@ -207,15 +208,24 @@ def measure_over_ranks(tokens: int) -> None:
         epochs = heap.epochs()
         took = median_seconds(lambda: jax.block_until_ready(run(made, token_rows, epochs)), 5)  # noqa: B023
         seconds[summing, reducing] = took / CALLS
-        names = {"reference": "XLA", "kernel": "ours", "auto": "as chosen"}
+        names = {"reference": "XLA", "kernel": "ours"}
         cells = f"{names[summing]} | {names[reducing]} | {seconds[summing, reducing] * 1e6:.1f}"
         print(f"| {cells} | {seconds['reference', 'reference'] / seconds[summing, reducing]:.2f} |", flush=True)
+
+
+def measure_decode() -> None:
+    """Decode's dispatch and combine over all GPUs."""
+    from expert_parallel_decode import table
+
+    print()
+    table(Mesh(np.array(jax.devices("gpu")).reshape(-1, 1), ("data", "model")), [1, 16, 64, 128], [HIDDEN])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the kernels around the experts' matmuls.")
     parser.add_argument("--tokens", type=int, default=16384, help="of a prefill, on every rank")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 64, 256], help="tokens of decode batches")
+    parser.add_argument("--ranks-only", action="store_true", help="leave out what one GPU is enough for")
     parser.add_argument("--predict", type=Path, metavar="MEASURED", help="predict EP 4, 8, 16 from a recorded run")
     parser.add_argument("--out", help="write NAME.txt (with --predict also NAME.png) to bench/results/")
     arguments = parser.parse_args()
@@ -226,13 +236,15 @@ def main() -> None:
 
             expert_parallel_model.predict(arguments.predict, arguments.out)
             return
-        bandwidth = copy_bandwidth()
-        print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; the bar for a prefill is {BAR:.0%} of it")
-        measure(arguments.tokens, bandwidth, "all of them on each rank (prefill)")
-        for tokens in arguments.decode:
-            measure(tokens, bandwidth, "a decode batch; rows are in the L2, and a launch takes about 2 us")
+        if not arguments.ranks_only:
+            bandwidth = copy_bandwidth()
+            print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; the bar for a prefill is {BAR:.0%} of it")
+            measure(arguments.tokens, bandwidth, "all of them on each rank (prefill)")
+            for tokens in arguments.decode:
+                measure(tokens, bandwidth, "a decode batch; rows are in the L2, and a launch takes about 2 us")
         if len(jax.devices()) > 1:
             measure_over_ranks(arguments.tokens)
+            measure_decode()
 
 
 if __name__ == "__main__":
