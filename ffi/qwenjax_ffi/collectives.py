@@ -26,12 +26,13 @@ from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_ffi.norm import rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
 from qwenjax_ffi.symmetric_memory_exchange import SymmetricMemoryUnavailable
-from qwenjax_kernels.heap_layout import MAX_RANKS, TILE_BYTES, VECTOR, num_words
+from qwenjax_ffi.token_exchange_kernel import ExchangeRows
+from qwenjax_kernels.heap_layout import MAX_RANKS, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
 
 logger = logging.getLogger(__name__)
 
 AxisName = str | Sequence[str]
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+KERNEL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class Heap(NamedTuple):
@@ -39,16 +40,19 @@ class Heap(NamedTuple):
 
     ranks: int
     multicast: bool
+    units: int = 0  # of room for dispatch and combine
 
 
-def fresh_epochs(mesh: Mesh, axis_name: str) -> jax.Array:
+def fresh_epochs(mesh: Mesh, axis_name: str, exchange: ExchangeRows | None = None) -> jax.Array:
     """A mesh's epoch array before its first collective: int32 [ranks * words], `words` of them on each rank.
+
+    exchange: the rows that dispatch and combine will move at most, where they are used.
 
     Where `axis_name` holds all devices of the mesh, more than one, and they are GPUs that can map each other's memory,
     a heap is behind it, which the mesh keeps until `close_heap`. Elsewhere words is 1; where that is because the
     memory cannot be mapped, a warning says so, once.
     """
-    heap = mesh_heap(mesh, axis_name)
+    heap = mesh_heap(mesh, axis_name, exchange)
     if heap is not None:
         return heap.epochs()
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
@@ -56,23 +60,28 @@ def fresh_epochs(mesh: Mesh, axis_name: str) -> jax.Array:
 
 
 def close_heap(mesh: Mesh, axis_name: str) -> None:
-    """Frees the heap behind `fresh_epochs`; its epoch arrays are void then, and a new heap is made if asked for."""
-    heap = _heaps.pop((mesh, axis_name), None)
-    if heap is not None:
-        heap.close()
+    """Frees the heaps behind `fresh_epochs`; their epoch arrays are void then, and new heaps are made if asked for."""
+    for key in [key for key in _heaps if key[:2] == (mesh, axis_name)]:
+        heap = _heaps.pop(key)
+        if heap is not None:
+            heap.close()
 
 
-def mesh_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
-    """The heap behind `fresh_epochs`, made when it is first asked for; None where there is none."""
-    if (mesh, axis_name) not in _heaps:
-        _heaps[mesh, axis_name] = _make_heap(mesh, axis_name)
-    return _heaps[mesh, axis_name]
+def mesh_heap(mesh: Mesh, axis_name: str, exchange: ExchangeRows | None = None) -> SymmetricHeap | None:
+    """The heap behind `fresh_epochs`, made when it is first asked for; None where there is none.
+
+    One that is asked for with more or less room for `exchange`, in whole MiB a pair of ranks, is another heap.
+    """
+    key = mesh, axis_name, exchange.units if exchange else 0
+    if key not in _heaps:
+        _heaps[key] = _make_heap(*key)
+    return _heaps[key]
 
 
-_heaps: dict[tuple[Mesh, str], SymmetricHeap | None] = {}
+_heaps: dict[tuple[Mesh, str, int], SymmetricHeap | None] = {}
 
 
-def _make_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
+def _make_heap(mesh: Mesh, axis_name: str, units: int) -> SymmetricHeap | None:
     device = mesh.local_devices[0]
     if mesh.size == 1 or mesh.shape[axis_name] != mesh.size or device.platform == "cpu":
         return None
@@ -84,9 +93,11 @@ def _make_heap(mesh: Mesh, axis_name: str) -> SymmetricHeap | None:
         capability = getattr(device, "compute_capability", "unknown")
         if capability not in ("9.0", "10.0", "10.3"):
             raise SymmetricMemoryUnavailable(f"compute capability {capability}; the kernels are for 9.0 and 10.x")
-        return SymmetricHeap(mesh, axis_name)
+        return SymmetricHeap(mesh, axis_name, exchange_units=units)
     except SymmetricMemoryUnavailable as error:
-        logger.warning("no symmetric memory over %s: %s. Collectives there run as XLA's (psum)", axis_name, error)
+        logger.warning(
+            "no symmetric memory over %s: %s. Collectives there run as XLA's (psum, all_to_all)", axis_name, error
+        )
         return None
 
 
@@ -97,10 +108,22 @@ def advance(epochs: jax.Array) -> jax.Array:
 
 def heap_of(epochs: jax.Array, ranks: int) -> Heap | None:
     """The heap of `ranks` ranks behind an epoch array; None where there is none, or it is of other ranks."""
+    units = epochs.shape[0] // UNIT_WORDS
     for multicast in (False, True):
-        if ranks > 1 and epochs.shape[0] == num_words(ranks, multicast):
-            return Heap(ranks, multicast)
+        if ranks > 1 and epochs.shape[0] == num_words(ranks, multicast, units):
+            return Heap(ranks, multicast, units)
     return None
+
+
+def heap_behind(axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
+    """The heap behind the epochs, of the ranks of `axis_name`; or why there is none."""
+    ranks = jax.lax.axis_size(axis_name)
+    heap = heap_of(epochs, ranks)
+    if epochs.shape[0] == 1:
+        return None, "no symmetric heap is behind the epochs (qwenjax_ffi.collectives.fresh_epochs makes it)"
+    if heap is None:
+        return None, f"the axis {axis_name} has {ranks} ranks, the heap behind the epochs has others"
+    return heap, None
 
 
 def all_reduce(
@@ -119,7 +142,7 @@ def all_reduce(
     if x.size == 0:
         return x, advance(epochs)
     algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
-    call = _with_gradient(
+    call = with_gradient(
         lambda x, epochs: kernels.all_reduce(x, epochs, heap.ranks, algorithm),
         lambda x, epochs: _all_reduce_reference(x, axis_name, epochs),
     )
@@ -161,7 +184,7 @@ def all_reduce_rms_norm(
         return apart(implementation, x, residual, weight, epochs)
     assert heap is not None
     algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
-    call = _with_gradient(
+    call = with_gradient(
         lambda x, residual, weight, epochs: kernels.all_reduce_rms_norm(
             x, residual, weight, eps, epochs, heap.ranks, algorithm
         ),
@@ -178,23 +201,17 @@ def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) 
 
 def _kernel_for(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
     """The heap that an all-reduce kernel would use; or why there can be none."""
-    ranks = jax.lax.axis_size(axis_name)
-    heap = heap_of(epochs, ranks)
-    if epochs.shape[0] == 1:
-        return None, "no symmetric heap is behind the epochs (qwenjax_ffi.collectives.fresh_epochs makes it)"
+    heap, why = heap_behind(axis_name, epochs)
     if heap is None:
-        return (
-            None,
-            f"the axis {axis_name} has {ranks} ranks, the heap behind the epochs has others",
-        )
-    if x.dtype not in _DTYPES:
+        return None, why
+    if x.dtype not in KERNEL_DTYPES:
         return None, f"x is {x.dtype}, the kernel takes bfloat16, float16 and float32"
     if x.size >= 1 << 31:
         return None, f"x has {x.size:,} elements, the kernel takes fewer than 2^31"
     return heap, None
 
 
-def _with_gradient(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def with_gradient(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, differentiated as the reference is."""
     call = jax.custom_vjp(kernel)
     call.defvjp(

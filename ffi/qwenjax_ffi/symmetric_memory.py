@@ -31,6 +31,7 @@ from qwenjax_ffi.symmetric_memory_exchange import (
 )
 from qwenjax_ffi.symmetric_memory_mapping import MappedMemory
 from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, HeapLayout, multicast_word, num_words
+from qwenjax_kernels.token_exchange_layout import ExchangeLayout
 
 ALIGNMENT = 256
 _numbers = itertools.count()  # every process makes its heaps in one order, so that a number names the same heap
@@ -40,7 +41,8 @@ class SymmetricHeap:
     """The heap of the ranks of a mesh, in the order of its devices; every process of the mesh makes it together.
 
     mesh, axis_name: an axis, or all axes in their order, that hold every device of the mesh. num_bytes: what is wanted
-    on each rank beside what the all-reduce uses. driver, store: stand-ins of tests.
+    on each rank beside what the collectives use; exchange_units: the room for dispatch and combine, in units of
+    `qwenjax_kernels.token_exchange_layout`, none by default. driver, store: stand-ins of tests.
 
     Free it with `close`, as a context manager, or by letting go of it. A rank that dies or never comes gives the
     others a PeerError within QWENJAX_PEER_TIMEOUT seconds (default 60). Raises SymmetricMemoryUnavailable where the
@@ -53,12 +55,13 @@ class SymmetricHeap:
         axis_name: str | Sequence[str],
         num_bytes: int = 0,
         *,
+        exchange_units: int = 0,
         driver: Driver | None = None,
         store: Store | None = None,
     ) -> None:
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        if num_bytes < 0:
-            raise ValueError(f"num_bytes is {num_bytes}")
+        if num_bytes < 0 or exchange_units < 0:
+            raise ValueError(f"num_bytes is {num_bytes}, exchange_units {exchange_units}")
         if math.prod(mesh.shape[name] for name in names) != mesh.size or list(names) != [
             name for name in mesh.axis_names if name in names
         ]:
@@ -69,11 +72,14 @@ class SymmetricHeap:
         self._local = {rank: d for rank, d in enumerate(devices) if d.process_index == jax.process_index()}
         self._memory: MappedMemory | None = None
         self._used = 0
+        self._units = exchange_units
         self._finalizer: weakref.finalize | None = None
         if driver is None and devices[0].platform == "cpu":
             self.num_bytes = num_bytes
             return
         self._used = HeapLayout(self.ranks).num_bytes
+        if exchange_units:
+            self._used = ExchangeLayout(self.ranks, exchange_units).num_bytes
         self._memory = self._map(devices, self._used + num_bytes, driver, store)
         self.num_bytes = self._memory.num_bytes
         self._finalizer = weakref.finalize(self, self._memory.close)
@@ -115,7 +121,7 @@ class SymmetricHeap:
         kernels loaded on every device; where one process drives several GPUs, do so before the first call that waits,
         since loading a kernel may wait for what runs, and what runs may wait for the kernel.
         """
-        words = num_words(self.ranks, self.has_multicast) if self.is_mapped else 1
+        words = num_words(self.ranks, self.has_multicast, self._units) if self.is_mapped else 1
         rows = [jax.device_put(self._row(rank, words, armed), device) for rank, device in sorted(self._local.items())]
         return jax.make_array_from_single_device_arrays((self.ranks * words,), self._sharding, rows)
 

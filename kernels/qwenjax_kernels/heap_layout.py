@@ -86,15 +86,18 @@ assert HeapLayout.signals + 8 * PHASES * MAX_BLOCKS * MAX_RANKS <= HeapLayout.in
 
 # The words of an epoch array with a heap behind it, after word 0, which counts the collectives: this rank (negative:
 # kernels return at once, which loads them without waiting for anyone), the address of the failure record, every rank's
-# base, and last the multicast base where there is one. An address is two words, the low one first.
+# base, and the multicast base where there is one. An address is two words, the low one first. A program that is traced
+# sees nothing of the array but its length, so that this also says how much room the heap has for dispatch and combine:
+# UNIT_WORDS unused words follow for each unit of it (`token_exchange_layout`).
 RANK_WORD = 1
 RECORD_WORD = 2
 BASES_WORD = 4
+UNIT_WORDS = 64  # more than two for each of 16 ranks, so that these are not taken for bases
 
 
-def num_words(ranks: int, multicast: bool) -> int:
+def num_words(ranks: int, multicast: bool, units: int = 0) -> int:
     """Words of the epoch array of one rank."""
-    return BASES_WORD + 2 * ranks + 2 * multicast
+    return BASES_WORD + 2 * ranks + 2 * multicast + UNIT_WORDS * units
 
 
 def multicast_word(ranks: int) -> int:

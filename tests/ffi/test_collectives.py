@@ -236,7 +236,7 @@ def test_ranks_that_cannot_be_mapped_run_the_reference_and_say_so_once(
 ) -> None:
     pytest.importorskip("cutlass")
 
-    def refuse(mesh: Any, axis_name: str) -> None:
+    def refuse(mesh: Any, axis_name: str, exchange_units: int) -> None:
         raise SymmetricMemoryUnavailable("device 0 cannot map the memory of device 1")
 
     monkeypatch.setattr(collectives, "SymmetricHeap", refuse)

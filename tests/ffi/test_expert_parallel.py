@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi.activations import quantise_activations
-from qwenjax_ffi.expert_parallel import ExpertWeights, dispatch, moe_replicated_tokens, moe_sharded_tokens
+from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
+from qwenjax_ffi.token_exchange import dispatch
 from qwenjax_ffi.weights import MXFP8Weight
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, PER_RANK = 8, 3, 32, 64, 5

@@ -49,12 +49,19 @@ class NoStore:
 
 
 class Ranks:
-    """The ranks of this process (rank: CUDA device), of `ranks` in all; `rendezvous` with the other processes."""
+    """The ranks of this process (rank: CUDA device), of `ranks` in all; `rendezvous` with the other processes.
 
-    def __init__(self, local: dict[int, int], ranks: int, rendezvous: Rendezvous | None = None) -> None:
+    num_bytes: of the heap; by default what the all-reduce uses.
+    """
+
+    def __init__(
+        self, local: dict[int, int], ranks: int, rendezvous: Rendezvous | None = None, num_bytes: int = 0
+    ) -> None:
         self.driver, self.local, self.ranks = CudaDriver(), local, ranks
         alone = Rendezvous(NoStore(), "ranks", 0, 1, 10.0)
-        self.memory = MappedMemory(self.driver, local, ranks, HeapLayout(ranks).num_bytes, rendezvous or alone)
+        self.memory = MappedMemory(
+            self.driver, local, ranks, num_bytes or HeapLayout(ranks).num_bytes, rendezvous or alone
+        )
         self.streams: dict[int, Any] = {}
         self.tables: dict[int, int] = {}
         self.unarmed: dict[int, int] = {}

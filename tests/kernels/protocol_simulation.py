@@ -136,10 +136,14 @@ class Simulation:
 
     def block(self, rank: int, block: int, number: int, thread: Thread) -> Iterator[Ready | None]:
         """What a block does in one call, a yield after every access."""
-        call, protocol = self.calls[number], self.protocol
-        epoch = protocol.epoch_of(self.arrivals[rank])
-        self.arrivals[rank] += protocol.arrival_share(block == 0, call.grid)
+        epoch = self.protocol.epoch_of(self.arrivals[rank])
+        self.arrivals[rank] += self.protocol.arrival_share(block == 0, self.calls[number].grid)
         yield None
+        yield from self.collective(rank, block, number, epoch, thread)
+
+    def collective(self, rank: int, block: int, number: int, epoch: int, thread: Thread) -> Iterator[Ready | None]:
+        """What a block does in its epoch."""
+        call, protocol = self.calls[number], self.protocol
         tiles = range(block, call.tiles, call.grid)
         if call.algorithm == "one_shot":
             for action in protocol.ONE_SHOT:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ INSTRUCTIONS = {
 EPOCHS = ["ld.acquire.sys.global.b64", "atom.relaxed.gpu.global.add.u64"]
 
 
-def compile_cases(cases: list[Case], architecture: str, folder: Path) -> tuple[str, list[str]]:
-    """The compiler's remarks on all cases, and the PTX of each."""
+def compile_cases(
+    cases: Sequence[Any], architecture: str, folder: Path, program: Path = COMPILE
+) -> tuple[str, list[str]]:
+    """The compiler's remarks on all cases, and the PTX of each; `program` compiles its arguments in turn."""
     ptx = []
     remarks = ""
     environment = os.environ | {
@@ -61,7 +64,7 @@ def compile_cases(cases: list[Case], architecture: str, folder: Path) -> tuple[s
     environment["CUTE_DSL_DUMP_DIR"] = str(folder)
     arguments = [json.dumps(case) for case in cases]
     run = subprocess.run(
-        [sys.executable, str(COMPILE), *arguments], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, str(program), *arguments], env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr[-4000:]
     remarks = run.stdout + run.stderr
@@ -94,7 +97,7 @@ def test_compiles_without_spills_to_system_scope_accesses(architecture: str, tmp
 
 
 def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release(tmp_path: Path) -> None:
-    _, (ptx,) = compile_cases([("barrier",)], "sm_90a", tmp_path)  # type: ignore[list-item]
+    _, (ptx,) = compile_cases([("barrier",)], "sm_90a", tmp_path)
     assert "atom.acq_rel.gpu.global.add.u64" in ptx
     assert "ld.acquire.sys.global.b64" in ptx
 

@@ -1,0 +1,111 @@
+"""Dispatch and combine called from JAX on GPUs, in one process and in one a GPU, against their references."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from qwenjax_ffi.token_exchange import combine, dispatch
+from tests.ffi import token_exchange_process as process
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(process.__file__)
+ROOT = PROGRAM.parents[2]
+
+
+@functools.cache
+def mesh() -> Mesh:
+    """As many GPUs as there are, down to a power of two."""
+    found = len(jax.devices())
+    if found < 2:
+        pytest.skip("needs two GPUs")
+    return process.gpu_mesh(1 << (min(found, 16).bit_length() - 1))
+
+
+def routed(implementation: Any, per_rank: int, epochs: jax.Array, x: jax.Array, ids: jax.Array, w: jax.Array) -> Any:
+    """What arrives, with rows that no one reads made zeros, and what comes home of it."""
+    there, epochs = dispatch(x, ids, w, per_rank, "data", epochs, implementation=implementation)
+    used = (jnp.arange(x.shape[0]) < there.counts[:, None])[..., None]
+    partial = jnp.where(used, there.x * jnp.sum(there.weights, -1, keepdims=True).astype(x.dtype), jnp.nan)
+    home, _ = combine(partial, there.counts, there.slots, "data", epochs, implementation=implementation)
+    return jnp.where(used, there.x, 0), there.ids, there.weights, there.counts, there.slots, home
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "hidden", "top_k"),
+    [(jnp.bfloat16, 1, 2048, 8), (jnp.bfloat16, 64, 4096, 8), (jnp.float16, 7, 24, 3), (jnp.float32, 33, 128, 6)],
+)
+def test_results_are_those_of_the_references(dtype: Any, tokens: int, hidden: int, top_k: int) -> None:
+    ranks = mesh().size
+    per_rank = 64 // ranks
+    draw = np.random.default_rng(tokens)
+    ids = np.stack([draw.permutation(64)[:top_k] for _ in range(ranks * tokens)]).astype(np.int32)
+    ids[draw.random(len(ids)) < 0.2] = -1
+    x = draw.normal(size=(ranks * tokens, hidden)).astype(dtype)
+    weights = draw.random(ids.shape).astype(np.float32)
+    got, expected = (
+        process.on_ranks(mesh(), functools.partial(routed, implementation, per_rank), x, ids, weights)
+        for implementation in ("kernel", "reference")
+    )
+    for name, a, b in zip(("x", "ids", "weights", "counts", "slots", "home"), got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=name)
+    assert np.abs(np.asarray(got[-1], np.float32)).max() > 0
+
+
+def test_more_tokens_than_the_heap_holds_are_refused_before_anything_runs() -> None:
+    from qwenjax_ffi.implementation import KernelUnavailableError
+
+    x = jnp.zeros((mesh().size * 256, 4096), jnp.bfloat16)
+    ids, weights = jnp.zeros((len(x), 8), jnp.int32), jnp.zeros((len(x), 8))
+    with pytest.raises(KernelUnavailableError, match="256 tokens a rank of 8256 bytes each; the heap holds 127"):
+        process.on_ranks(mesh(), functools.partial(routed, "kernel", 64), x, ids, weights)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_thousand_iterations_of_two_layers_in_flight(late: bool) -> None:
+    assert process.many_layers(mesh(), 1024, late) == 0
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    settings = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        env=os.environ | settings | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check(running: subprocess.Popen[str]) -> None:
+    out, err = running.communicate(timeout=200)
+    assert "wrong: 0\n" in out, (out + err)[-3000:]
+
+
+def test_without_command_buffers() -> None:
+    mesh()
+    check(start(1024, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
+
+
+def test_two_processes() -> None:
+    mesh()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for running in [start(1024, i, 2, port) for i in range(2)]:
+        check(running)
