@@ -17,6 +17,7 @@ from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
 from qwenjax_ffi.collectives import fresh_epochs
 from qwenjax_ffi.packing import PackedMXFP8Weight
+from qwenjax_ffi.token_exchange_kernel import ExchangeRows
 from qwenjax_ffi.weights import MXFP8Weight
 
 EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # a count a rank, or more words: qwenjax_ffi.collectives
@@ -32,8 +33,8 @@ class ShardedModel:
     state: nnx.State
 
     def epochs(self) -> jax.Array:
-        """A fresh epoch array, int32 [ranks * words]; see qwenjax_ffi.collectives.fresh_epochs."""
-        return fresh_epochs(self.mesh, MODEL)
+        """A fresh epoch array, int32 [ranks * words], for any number of tokens: see mesh_epochs."""
+        return mesh_epochs(self.config, self.mesh, self.dtype, tokens=1)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -44,6 +45,17 @@ class ShardedModel:
     def num_parameters(self) -> int:
         """Elements in all parameters, as the checkpoint counts them."""
         return sum(math.prod(weight.shape) for weight in by_name(self.state).values())
+
+
+def mesh_epochs(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype, tokens: int) -> jax.Array:
+    """A fresh epoch array, int32 [ranks * words], for a model of this dtype; see qwenjax_ffi.collectives.fresh_epochs.
+
+    tokens: how many a data rank runs at once where that has to be fast: on a mesh with model=1, more tokens than its
+    heap holds are dispatched to their experts through XLA. The heap always holds 1 MiB of rows from a rank to another.
+    """
+    if mesh.shape[MODEL] == 1 and config.sparse_layers:
+        return fresh_epochs(mesh, DATA, ExchangeRows(tokens, config.hidden_size, config.num_experts_per_tok, dtype))
+    return fresh_epochs(mesh, MODEL)
 
 
 def on_ranks(

@@ -131,7 +131,8 @@ def all_reduce(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of x over the ranks of `axis_name`, on every rank; call it under shard_map.
 
-    x: any shape and float dtype, the same on every rank; epochs: int32 [words]. Returns (sum, epochs, advanced by one).
+    x: any shape and float dtype, the same on every rank; epochs: int32 [words]. Returns (sum, epochs, advanced by one;
+    x and the epochs as they are on an axis of one rank).
     The kernel takes bfloat16, float16 and float32, adds in float32 (over peer memory in the order of the ranks) and
     rounds once; all ranks get the same bits. Ranks that call it with different shapes fail instead of mixing them up.
     """
@@ -194,6 +195,8 @@ def all_reduce_rms_norm(
 
 
 def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if jax.lax.axis_size(axis_name) == 1:
+        return x, epochs
     x, epochs = jax.lax.optimization_barrier((x, epochs))
     # A second barrier, or the next collective might begin before this one has its result.
     return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), advance(epochs)))

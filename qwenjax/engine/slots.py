@@ -13,10 +13,9 @@ from qwenjax.cache import CACHE_SPEC, KVCache, create_cache
 from qwenjax.config import ModelConfig
 from qwenjax.engine.calls import Chunk, Lanes
 from qwenjax.engine.speculate import HeadState, create_head_state, head_specs
-from qwenjax.mesh import BY_DATA, DATA, MODEL
+from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.sampling import SamplingArrays, TokenCounts, build_arrays
-from qwenjax.sharded_model import EPOCHS_SPEC
-from qwenjax_ffi.collectives import fresh_epochs
+from qwenjax.sharded_model import EPOCHS_SPEC, mesh_epochs
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +120,7 @@ def create_slots(
             out_shardings=by_slot,
         )(),
         counts=TokenCounts(zeros(jnp.bool_, config.vocab_size), zeros(jnp.int32, config.vocab_size)),
-        epochs=fresh_epochs(mesh, MODEL),
+        epochs=mesh_epochs(config, mesh, dtype, tokens=slots_per_rank * (1 + num_drafts)),
         head=create_head_state(
             config,
             mesh,
