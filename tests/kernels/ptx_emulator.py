@@ -315,9 +315,13 @@ class Block(TensorMemory):
 
     # Execution.
 
+    def next_pc(self, warp: Warp) -> int:
+        """Where the lanes are that go on: those furthest behind, so that those ahead wait for them to catch up."""
+        return int(warp.pcs.min())
+
     def step(self, warp: Warp) -> None:
-        """One instruction, of the lanes that are furthest behind: those ahead wait for them to catch up."""
-        pc = int(warp.pcs.min())
+        """One instruction, of the lanes at `next_pc`."""
+        pc = self.next_pc(warp)
         instruction = self.program.instructions[pc]
         at = warp.pcs == pc
         lanes = at
