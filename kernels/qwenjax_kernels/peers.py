@@ -54,14 +54,19 @@ class Bases:
         self.shared, self.ranks = shared, ranks
 
     @cute.jit
-    def load(self, table: Int64) -> None:
-        """Fills the table; every thread of the block takes part, and sees it afterwards."""
+    def fill(self, table: Int64) -> None:
+        """Fills the table; threads below `ranks` do, and all see it after the block's next barrier."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < self.ranks:
             cute.arch.inline_ptx(
                 "st.shared.b64 [{$r0}], {$r1};",
                 read_only_args=[self.shared + thread * 8, table_address(table, BASES_WORD + 2 * thread)],
             )
+
+    @cute.jit
+    def load(self, table: Int64) -> None:
+        """Fills the table; every thread of the block takes part, and sees it afterwards."""
+        self.fill(table)
         cute.arch.sync_threads()
 
     def base(self, rank: Any) -> Int64:

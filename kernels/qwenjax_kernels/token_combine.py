@@ -17,7 +17,7 @@ from qwenjax_kernels import peers, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
 from qwenjax_kernels.heap_layout import VECTOR
 from qwenjax_kernels.peers import LOADS_IN_FLIGHT
-from qwenjax_kernels.token_exchange import Block, TokenExchange, begin, load_int, load_shared, store_shared
+from qwenjax_kernels.token_exchange import Block, TokenExchange, load_epoch, load_int, load_shared, store_shared
 from qwenjax_kernels.vectors import Words
 
 
@@ -63,10 +63,34 @@ class TokenCombine(TokenExchange):
     def run(self, table: Int64, operands: tuple[Int64, ...], shared: tuple[Int32, ...]) -> None:
         """What a block does."""
         bases = peers.Bases(shared[0], self.ranks)
-        bases.load(table)
+        self.begin(bases, table, shared[1])
+        partial, counts, slots, _ = operands
+        self.read_places(counts, slots, shared[2], shared[3])
         rank = peers.this_rank(table)
-        epoch = begin(table, bases.base(rank), self.grid, shared[1])
-        CombineBlock((self, bases, table, rank, epoch, shared[2]), operands, shared[3]).run()
+        block, _, _ = cute.arch.block_idx()
+        peer, slot = protocol.peer_of(block, rank, self.ranks), protocol.slot_of(block, self.ranks)
+        first = self.load_row(self.partial_row(partial, peer, slot))
+        cute.arch.sync_threads()
+        common = (self, bases, table, rank, load_epoch(shared[1]), shared[2])
+        CombineBlock(common, operands, shared[3], first).run()
+
+    @cute.jit
+    def read_places(self, counts: Int64, slots: Int64, places: Int32, shared_counts: Int32) -> None:
+        """Copies the slots of the block's own tokens, and the counts, to shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        pair = Int32(thread)
+        while pair < (self.tokens - block + (self.grid - 1)) // self.grid * self.ranks:
+            token = pair // self.ranks * self.grid + block
+            slot = load_int(slots + (Int64(token) * self.ranks + pair % self.ranks) * 4)
+            store_shared(places + pair * 4, slot)
+            pair += self.threads
+        if thread < self.ranks:
+            store_shared(shared_counts + thread * 4, load_int(counts + Int64(thread) * 4))
+
+    def partial_row(self, partial: Int64, peer: Any, slot: Any) -> Int64:
+        """The address of what this rank made of a peer's token."""
+        return partial + (Int64(peer) * self.tokens + Int64(slot)) * self.hidden_bytes
 
 
 class CombineBlock(Block):
@@ -74,42 +98,24 @@ class CombineBlock(Block):
 
     actions = protocol.COMBINE
 
-    def __init__(self, common: tuple[Any, ...], operands: tuple[Int64, ...], shared_counts: Int32) -> None:
+    def __init__(
+        self, common: tuple[Any, ...], operands: tuple[Int64, ...], shared_counts: Int32, first: Words
+    ) -> None:
         super().__init__(*common)
-        self.partial, self.count_array, self.slots, self.out = operands
-        self.shared_counts = shared_counts
+        self.partial, _, _, self.out = operands
+        self.shared_counts, self.first = shared_counts, first  # the thread's words of the block's first item
 
     @cute.jit
     def push(self) -> None:
         """Stores the sums of the block's items to the ranks whose tokens they are."""
         spec = self.spec
-        self.read_places()
+        words = self.first
         for i in range(self.rounds(spec.items)):
             peer, slot, used = self.item(i)
             if used:
-                row = self.partial_row(peer, slot)
-                there = self.bases.base(peer) + self.row(self.rank, slot)
-                v = Int32(self.thread)
-                while v < spec.row_vectors:
-                    places, words = self.load_row(row, v)
-                    for u in cutlass.range_constexpr(spec.unroll):
-                        vectors.store_shared_memory(there + Int64(places[u]) * VECTOR, words[u])
-                    v += spec.unroll * spec.threads
-
-    @cute.jit
-    def read_places(self) -> None:
-        """Copies the counts, and the slots of the block's own tokens, to shared memory."""
-        spec = self.spec
-        pair = Int32(self.thread)
-        while pair < self.rounds(spec.tokens) * spec.ranks:
-            token = pair // spec.ranks * spec.grid + self.block
-            slot = load_int(self.slots + (Int64(token) * spec.ranks + pair % spec.ranks) * 4)
-            store_shared(self.places + pair * 4, slot)
-            pair += spec.threads
-        if self.thread < spec.ranks:
-            count = load_int(self.count_array + Int64(self.thread) * 4)
-            store_shared(self.shared_counts + self.thread * 4, count)
-        cute.arch.sync_threads()
+                if i > 0:
+                    words = self.spec.load_row(self.spec.partial_row(self.partial, peer, slot))
+                self.spec.push_row(self.bases.base(peer) + self.row(self.rank, slot), words)
 
     def item(self, i: Int32) -> tuple[Int32, Int32, Boolean]:
         """The block's i-th item: whose, which slot of it, and whether that has a row."""
@@ -117,9 +123,6 @@ class CombineBlock(Block):
         peer = protocol.peer_of(item, self.rank, self.spec.ranks)
         slot = protocol.slot_of(item, self.spec.ranks)
         return peer, slot, slot < load_shared(self.shared_counts + peer * 4)
-
-    def partial_row(self, peer: Any, slot: Any) -> Int64:
-        return self.partial + (Int64(peer) * self.spec.tokens + Int64(slot)) * self.spec.hidden_bytes
 
     @cute.jit
     def signal(self) -> None:
@@ -176,6 +179,6 @@ class CombineBlock(Block):
         if slot >= 0:
             row = self.own + self.row(source, slot)
             if self.rank == source:
-                row = self.partial_row(source, slot)
+                row = self.spec.partial_row(self.partial, source, slot)
             words = vectors.load_shared_memory(row + Int64(vector) * VECTOR)
         return words

@@ -13,20 +13,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from qwenjax_kernels import peers, vectors
+from qwenjax_kernels import peers
 from qwenjax_kernels import token_exchange_protocol as protocol
-from qwenjax_kernels.heap_layout import VECTOR
 from qwenjax_kernels.token_exchange import (
     WARP,
     Block,
     TokenExchange,
-    begin,
+    load_epoch,
     load_int,
     load_shared,
     store_int,
     store_shared,
 )
 from qwenjax_kernels.token_exchange_layout import row_bytes
+from qwenjax_kernels.vectors import Words
 
 
 class TokenDispatch(TokenExchange):
@@ -110,10 +110,33 @@ class TokenDispatch(TokenExchange):
     def run(self, table: Int64, operands: tuple[Int64, ...], shared: tuple[Int32, ...]) -> None:
         """What a block does."""
         bases = peers.Bases(shared[0], self.ranks)
-        bases.load(table)
-        rank = peers.this_rank(table)
-        epoch = begin(table, bases.base(rank), self.grid, shared[1])
-        DispatchBlock((self, bases, table, rank, epoch, shared[2]), operands, shared[3:]).run()
+        self.begin(bases, table, shared[1])
+        self.ballot(operands[1], shared[3])
+        block, _, _ = cute.arch.block_idx()
+        first = self.load_row(operands[0] + Int64(cutlass.min(block, self.tokens - 1)) * self.hidden_bytes)
+        cute.arch.sync_threads()
+        common = (self, bases, table, peers.this_rank(table), load_epoch(shared[1]), shared[2])
+        DispatchBlock(common, operands, shared[3:], first).run()
+
+    @cute.jit
+    def ballot(self, ids: Int64, ballots: Int32) -> None:
+        """Bit i of ballots[rank, chunk]: whether token 32 chunk + i has an expert at the rank."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, chunk = thread % WARP, thread // WARP
+        while chunk < self.chunks:
+            token = chunk * WARP + lane
+            ranks = Int32(0)
+            if token < self.tokens:
+                row = ids + Int64(token) * (4 * self.top_k)
+                experts = [load_int(row + 4 * choice) for choice in range(self.top_k)]
+                for choice in cutlass.range_constexpr(self.top_k):
+                    if experts[choice] >= 0:
+                        ranks = ranks | bit(experts[choice] // self.experts_per_rank)
+            for to in cutlass.range_constexpr(self.ranks):
+                votes = cute.arch.vote_ballot_sync((ranks >> to) & 1 != 0)
+                if lane == to % WARP:
+                    store_shared(ballots + (to * self.chunks + chunk) * 4, votes)
+            chunk += self.threads // WARP
 
 
 class DispatchBlock(Block):
@@ -121,8 +144,11 @@ class DispatchBlock(Block):
 
     actions = protocol.DISPATCH
 
-    def __init__(self, common: tuple[Any, ...], operands: tuple[Int64, ...], shared: tuple[Int32, ...]) -> None:
+    def __init__(
+        self, common: tuple[Any, ...], operands: tuple[Int64, ...], shared: tuple[Int32, ...], first: Words
+    ) -> None:
         super().__init__(*common)
+        self.first = first  # the thread's words of the block's first token
         self.x, self.ids, self.weights, self.out_x, self.out_ids, self.out_weights, *outs = operands
         self.out_counts, self.out_slots = outs
         self.ballots, self.sent, self.received = shared
@@ -131,8 +157,6 @@ class DispatchBlock(Block):
     def count(self) -> None:
         """Fills `places` and `sent`, writes the own tokens' slots out, and tells peers what they will get."""
         spec = self.spec
-        self.ballot()
-        cute.arch.sync_threads()
         pair = Int32(self.thread)
         while pair < self.rounds(spec.tokens) * spec.ranks:
             token, to = pair // spec.ranks * spec.grid + self.block, pair % spec.ranks
@@ -151,30 +175,6 @@ class DispatchBlock(Block):
                 cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[place, word])
         cute.arch.sync_threads()
 
-    @cute.jit
-    def ballot(self) -> None:
-        """Bit i of ballots[rank, chunk]: whether token 32 chunk + i has an expert at the rank."""
-        spec = self.spec
-        lane, chunk = self.thread % WARP, self.thread // WARP
-        while chunk < spec.chunks:
-            token = chunk * WARP + lane
-            ranks = Int32(0)
-            if token < spec.tokens:
-                row = self.ids + Int64(token) * (4 * spec.top_k)
-                experts = [load_int(row + 4 * choice) for choice in range(spec.top_k)]
-                for choice in cutlass.range_constexpr(spec.top_k):
-                    if experts[choice] >= 0:
-                        ranks = ranks | self.bit(experts[choice] // spec.experts_per_rank)
-            for to in cutlass.range_constexpr(spec.ranks):
-                votes = cute.arch.vote_ballot_sync((ranks >> to) & 1 != 0)
-                if lane == to % WARP:
-                    store_shared(self.ballots + (to * spec.chunks + chunk) * 4, votes)
-            chunk += spec.threads // WARP
-
-    def bit(self, place: Int32) -> Int32:
-        """1 << place, and 0 where that is beyond the word."""
-        return cute.arch.inline_ptx("shl.b32 {$w0}, 1, {$r0};", write_only_types=[Int32], read_only_args=[place])
-
     def votes(self, to: Any, chunk: Any) -> Int32:
         return load_shared(self.ballots + (to * self.spec.chunks + chunk) * 4)
 
@@ -189,33 +189,27 @@ class DispatchBlock(Block):
         for chunk in range(token // WARP):
             total += cute.arch.popc(self.votes(to, chunk))
         if token % WARP != 0:
-            total += cute.arch.popc(self.votes(to, token // WARP) & (self.bit(token % WARP) - 1))
+            total += cute.arch.popc(self.votes(to, token // WARP) & (bit(token % WARP) - 1))
         return total
 
     @cute.jit
     def push(self) -> None:
         """Stores the rows, ids and weights of the block's tokens to the ranks that they go to."""
         spec = self.spec
+        words = self.first
         for i in range(self.rounds(spec.tokens)):
             token = i * spec.grid + self.block
-            row = self.x + Int64(token) * spec.hidden_bytes
-            v = Int32(self.thread)
-            while v < spec.row_vectors:
-                places, words = self.load_row(row, v)
-                # Each rank begins at another one, so that they do not all write to the same; this one is last.
-                for step in cutlass.range_constexpr(1, spec.ranks + 1):
-                    to = (self.rank + step) % spec.ranks
-                    slot = load_shared(self.place(i, to))
-                    if slot >= 0:
-                        if cutlass.const_expr(step == spec.ranks):
-                            result = self.out_x + self.result(to, slot) * spec.hidden_bytes
-                            for u in cutlass.range_constexpr(spec.unroll):
-                                vectors.store_result(result + Int64(places[u]) * VECTOR, words[u])
-                        else:
-                            there = self.bases.base(to) + self.row(self.rank, slot)
-                            for u in cutlass.range_constexpr(spec.unroll):
-                                vectors.store_shared_memory(there + Int64(places[u]) * VECTOR, words[u])
-                v += spec.unroll * spec.threads
+            if i > 0:
+                words = self.spec.load_row(self.x + Int64(token) * spec.hidden_bytes)
+            # Each rank begins at another one, so that they do not all write to the same; this one is last.
+            for step in cutlass.range_constexpr(1, spec.ranks + 1):
+                to = (self.rank + step) % spec.ranks
+                slot = load_shared(self.place(i, to))
+                if slot >= 0:
+                    if cutlass.const_expr(step == spec.ranks):
+                        self.spec.store_row(self.out_x + self.result(to, slot) * spec.hidden_bytes, words)
+                    else:
+                        self.spec.push_row(self.bases.base(to) + self.row(self.rank, slot), words)
             self.push_choices(i, token)
 
     @cute.jit
@@ -306,7 +300,9 @@ class DispatchBlock(Block):
             source, slot, used = self.item(i)
             if used:
                 row = self.own + self.row(source, slot)
-                self.copy_row(row, self.out_x + self.result(source, slot) * spec.hidden_bytes)
+                self.spec.store_row(
+                    self.out_x + self.result(source, slot) * spec.hidden_bytes, self.spec.arrived_row(row)
+                )
                 word = Int32(self.thread)
                 while word < 2 * spec.top_k:
                     _, result = self.choices(word)
@@ -335,3 +331,8 @@ class DispatchBlock(Block):
                 value = Int32(0)
             store_int(result + self.result(source, slot) * (4 * self.spec.top_k), value)
             word += self.spec.threads
+
+
+def bit(place: Int32) -> Int32:
+    """1 << place, and 0 where that is beyond the word."""
+    return cute.arch.inline_ptx("shl.b32 {$w0}, 1, {$r0};", write_only_types=[Int32], read_only_args=[place])

@@ -16,14 +16,14 @@ from cutlass import Int32, Int64
 
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
-from qwenjax_kernels.heap_layout import MAX_RANKS, VECTOR
+from qwenjax_kernels.heap_layout import BASES_WORD, MAX_RANKS, VECTOR
 from qwenjax_kernels.token_exchange_layout import MAX_TOKENS, ExchangeLayout
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
 MAX_THREADS = 512
 MAX_BLOCKS = 128  # all resident on the 132 multiprocessors of an H200, and on more
-UNROLL = 4  # vectors of a row in flight a thread
+MAX_VECTORS = 8  # of a row in a thread's registers
 
 
 class TokenExchange:
@@ -63,14 +63,57 @@ class TokenExchange:
                 f"{tokens} rows of {self.slot_bytes} bytes; the heap has room for {self.layout.source_bytes:,} bytes "
                 "from each rank"
             )
+        if self.hidden_bytes > MAX_VECTORS * MAX_THREADS * VECTOR:
+            raise ValueError(f"rows of {self.hidden_bytes} bytes; at most {MAX_VECTORS * MAX_THREADS * VECTOR}")
         if not 1 <= max_blocks <= MAX_BLOCKS:
             raise ValueError(f"max_blocks is {max_blocks}; at most {MAX_BLOCKS} are resident together")
         self.row_vectors = self.hidden_bytes // VECTOR
         self.threads = min(MAX_THREADS, max(128, -(-self.row_vectors // WARP) * WARP))
-        self.unroll = min(UNROLL, -(-self.row_vectors // self.threads))
+        self.thread_vectors = -(-self.row_vectors // self.threads)
         self.items = tokens * (ranks - 1)  # slots of all peers
         self.grid = min(max_blocks, self.items)
         self.block_tokens = -(-tokens // self.grid)
+
+    @cute.jit
+    def begin(self, bases: peers.Bases, table: Int64, shared_epoch: Int32) -> None:
+        """Fills the bases and the epoch, 8 bytes, in the block's shared memory; they are there after its next barrier.
+
+        Every thread of every block calls it. A thread of the last warp takes the epoch, so that the trip to the
+        counter hides behind what the first warps do meanwhile.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        bases.fill(table)
+        if thread == self.threads - WARP:
+            own = peers.table_address(table, BASES_WORD + 2 * peers.this_rank(table))
+            begun = signals.arrive(own, block, self.grid)
+            cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[shared_epoch, begun])
+            if block == 0:
+                peers.count_collective(table)
+
+    def offsets(self) -> list[Int64]:
+        """Where the vectors of a thread lie in a row; past its end the last one once more, of the same bytes."""
+        thread, _, _ = cute.arch.thread_idx()
+        places = [thread + u * self.threads for u in range(self.thread_vectors)]
+        return [Int64(cutlass.min(place, self.row_vectors - 1)) * VECTOR for place in places]
+
+    def load_row(self, row: Int64) -> Words:
+        """A thread's words of an operand's row."""
+        return [word for offset in self.offsets() for word in vectors.load_operand(row + offset)]
+
+    def push_row(self, row: Int64, words: Words) -> None:
+        """Stores them to a row of an inbox."""
+        for u, offset in enumerate(self.offsets()):
+            vectors.store_shared_memory(row + offset, words[4 * u : 4 * u + 4])
+
+    def store_row(self, row: Int64, words: Words) -> None:
+        """Stores them to a row of a result."""
+        for u, offset in enumerate(self.offsets()):
+            vectors.store_result(row + offset, words[4 * u : 4 * u + 4])
+
+    def arrived_row(self, row: Int64) -> Words:
+        """A thread's words of a row of the own inbox."""
+        return [word for offset in self.offsets() for word in vectors.load_shared_memory(row + offset)]
 
     @property
     def tag(self) -> int:
@@ -109,12 +152,12 @@ class Block:
     @cute.jit
     def tell(self) -> None:
         if self.block == 0:
-            self.watch.tell()
+            self.watch.tell(self.thread - (self.spec.threads - WARP))
 
     @cute.jit
     def agree(self) -> None:
         if self.block == 0:
-            self.watch.agree()
+            self.watch.agree(self.thread - (self.spec.threads - WARP))
 
     def rounds(self, items: int) -> Int32:
         """How many of `items` items are this block's."""
@@ -144,43 +187,9 @@ class Block:
         """Waits until a row lies in the own inbox."""
         self.watch.wait(self.flag(source, slot), protocol.row_flag(self.epoch), source)
 
-    def vectors_from(self, first: Int32) -> list[Int32]:
-        """The vectors of a row that a thread moves together; past the end the last one once more, of the same bytes."""
-        last = self.spec.row_vectors - 1
-        return [cutlass.min(first + u * self.spec.threads, last) for u in range(self.spec.unroll)]
 
-    @cute.jit
-    def copy_row(self, source: Int64, target: Int64) -> None:
-        """Copies a row of the own inbox to a result."""
-        v = Int32(self.thread)
-        while v < self.spec.row_vectors:
-            places = self.vectors_from(v)
-            loaded = [vectors.load_shared_memory(source + Int64(place) * VECTOR) for place in places]
-            for u in cutlass.range_constexpr(self.spec.unroll):
-                vectors.store_result(target + Int64(places[u]) * VECTOR, loaded[u])
-            v += self.spec.unroll * self.spec.threads
-
-    def load_row(self, row: Int64, first: Int32) -> tuple[list[Int32], list[Words]]:
-        """A thread's vectors of an operand's row, and where they lie in it."""
-        places = self.vectors_from(first)
-        return places, [vectors.load_operand(row + Int64(place) * VECTOR) for place in places]
-
-
-@cute.jit
-def begin(table: Int64, own: Int64, grid: cutlass.Constexpr, shared: Int32) -> Int64:
-    """Every thread of every block calls it; returns the epoch. shared: 8 bytes of the block's shared memory."""
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    if thread == 0:
-        store_shared_long(shared, signals.arrive(own, block, grid))
-        if block == 0:
-            peers.count_collective(table)
-    cute.arch.sync_threads()
+def load_epoch(shared: Int32) -> Int64:
     return cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[shared])
-
-
-def store_shared_long(address: Int32, value: Int64) -> None:
-    cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def store_shared(address: Int32, value: Any) -> None:

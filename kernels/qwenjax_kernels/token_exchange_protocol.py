@@ -25,11 +25,11 @@ __all__ = ["COMBINE", "DISPATCH", "INBOXES", "STEPS", "arrival_share", "epoch_of
 # the number of rows that it will get. push: stores the rows of the block's tokens to their slots in the inboxes.
 # signal: a flag for each of them, after a fence. expect: waits for the count of every peer. wait: waits for the flags
 # of the rows that the block collects. collect: copies them out of the own inbox, and marks the slots that stay empty.
-# agree: block 0 waits until every rank has told.
-DISPATCH = ("tell", "count", "push", "signal", "expect", "wait", "collect", "agree")
+# agree: block 0 waits until every rank has told, while others of its threads wait for rows.
+DISPATCH = ("tell", "count", "push", "signal", "expect", "agree", "wait", "collect")
 # Counts and slots are known from the dispatch. push: stores the sums of the peers' tokens to those peers' inboxes, in
 # the slots in which they came. wait and collect: of the rows that the ranks sent for the block's own tokens.
-COMBINE = ("tell", "push", "signal", "wait", "collect", "agree")
+COMBINE = ("tell", "push", "signal", "agree", "wait", "collect")
 
 
 def row_flag(epoch: Any) -> Any:

@@ -1,13 +1,16 @@
 """Compiles dispatch and combine without a GPU: `python compile_token_exchange.py '["dispatch", 2, ...]' ...`.
 
-Each argument is [kernel, ranks, dtype, tokens, hidden, top_k]. The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT,
+Each argument is [kernel, ranks, dtype, tokens, hidden, top_k], or these with experts and blocks for the kernel as
+`exchange_ranks` runs it. The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT,
 CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import cutlass.jax
 import jax
@@ -41,7 +44,16 @@ def lower(name: str, ranks: int, dtype: str, tokens: int, hidden: int, top_k: in
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
+    for number, argument in enumerate(sys.argv[1:]):
         case = json.loads(argument)
-        lower(*case)
+        if len(case) == 8:
+            from tests.kernels import exchange_ranks as exchange
+
+            compiled = {"dispatch": exchange.compiled_dispatch, "combine": exchange.compiled_combine}[case[0]]
+            compiled(exchange.Shape(*case[1:7]), max_blocks=case[7])
+            # They have one name, by which the next would be written over it.
+            (path,) = Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("cutlass_launch*.ptx")
+            path.rename(path.with_name(f"{number}.ptx"))
+        else:
+            lower(*case)
         print(f"compiled {case}", flush=True)

@@ -69,6 +69,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
         ({"hidden": 12}, "rows of 24 bytes; they must be whole vectors of 16"),
         ({"ranks": 17}, "17 ranks; 2 to 16"),
         ({"units": 0}, "0 units of rows"),
+        ({"tokens": 1, "hidden": 32776}, "rows of 65552 bytes; at most 65536"),
         ({"max_blocks": 129}, "at most 128 are resident"),
     ],
 )

@@ -71,14 +71,14 @@ def without(action: str) -> dict[str, Any]:
     return changed(**{name: tuple(a for a in actions if a != action) for name, actions in names.items()})
 
 
-DROPPED_FENCE = ("tell", "count", "signal", "push", "expect", "wait", "collect", "agree")
+EARLY_FLAGS = ("tell", "count", "signal", "push", "expect", "agree", "wait", "collect")
 STEPS = all_reduce_protocol.STEPS
 BUGS: dict[str, dict[str, Any]] = {
     "the fence before a flag dropped": {"release": False},
     "the acquire of a wait dropped": {"acquire": False},
     "the wait for rows dropped": without("wait"),
     "the agreement dropped": without("agree") | {"kinds": ("combine",)},
-    "flags raised before the rows": changed(DISPATCH=DROPPED_FENCE),
+    "flags raised before the rows": changed(DISPATCH=EARLY_FLAGS),
     "an epoch reused by flags": changed(row_flag=lambda epoch: 1),
     "an epoch reused by counts": changed(count_word=lambda epoch, count: STEPS + count + 1),
     "slots collected twice": changed(slot_of=lambda item, ranks: item // ranks),
