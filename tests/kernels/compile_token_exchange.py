@@ -51,9 +51,10 @@ if __name__ == "__main__":
 
             compiled = {"dispatch": exchange.compiled_dispatch, "combine": exchange.compiled_combine}[case[0]]
             compiled(exchange.Shape(*case[1:7]), max_blocks=case[7])
-            # They have one name, by which the next would be written over it.
-            (path,) = Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("cutlass_launch*.ptx")
-            path.rename(path.with_name(f"{number}.ptx"))
         else:
             lower(*case)
+        if "CUTE_DSL_DUMP_DIR" in os.environ:
+            # Cases of like operands have one name, by which the next would be written over this one.
+            for path in Path(os.environ["CUTE_DSL_DUMP_DIR"]).glob("cutlass*.ptx"):
+                path.rename(path.with_name(f"{number}.ptx"))
         print(f"compiled {case}", flush=True)

@@ -1,4 +1,4 @@
-"""The model on two GPUs (TP=2): logits of one GPU, and no all-reduce of XLA's left in it."""
+"""The model on two GPUs (TP=2, DP-EP=2): logits of one GPU, and no collective of XLA's left in it."""
 
 from __future__ import annotations
 
@@ -23,30 +23,37 @@ RAW = tiny(hidden_size=64, vocab_size=63, mlp_only_layers=[1], num_hidden_layers
 IDS = [np.random.default_rng(n).integers(0, 63, n).tolist() for n in (70, 5, 12)]
 
 
+PREFILL, DECODE = (1, 2), (2, 1)  # data, model
+
+
 @cache
-def model(ranks: int) -> ShardedModel:
-    if len(jax.devices()) < ranks:
+def model(data: int, ranks: int) -> ShardedModel:
+    if len(jax.devices()) < data * ranks:
         pytest.skip("needs two GPUs")
-    return model_from_tensors(RAW, make_mesh(1, ranks), random_tensors(RAW))
+    return model_from_tensors(RAW, make_mesh(data, ranks), random_tensors(RAW))
 
 
-def test_logits_on_two_gpus_are_those_of_one() -> None:
-    alone, spread = (np.concatenate(sequence_logits(model(ranks), IDS)) for ranks in (1, 2))
+@pytest.mark.parametrize("mesh", [PREFILL, DECODE])
+def test_logits_on_two_gpus_are_those_of_one(mesh: tuple[int, int]) -> None:
+    alone, spread = (np.concatenate(sequence_logits(model(*shape), IDS)) for shape in ((1, 1), mesh))
     error = np.abs(spread - alone).max(-1)  # of each token
     assert (error < 0.1).mean() > 0.95  # as tests/qwenjax/test_mesh.py asks of references on a CPU
     assert error.max() < 1.5
 
 
-def compiled_text(ranks: int) -> str:
-    spread = model(ranks)
-    positions = jnp.arange(64, dtype=jnp.int32)[None]
-    arguments = (spread.state, jnp.zeros((1, 64), jnp.int32), SelfContext(positions), spread.epochs())
+def compiled_text(data: int, ranks: int) -> str:
+    spread = model(data, ranks)
+    tokens = jnp.zeros((data, 64), jnp.int32)
+    positions = jnp.tile(jnp.arange(64, dtype=jnp.int32), (data, 1))
+    arguments = (spread.state, tokens, SelfContext(positions), spread.epochs())
     return _forward.lower(*arguments, graphdef=spread.graphdef, mesh=spread.mesh).compile().as_text()
 
 
-def test_no_all_reduce_of_xla_is_left() -> None:
-    one, two = compiled_text(1), compiled_text(2)
-    assert not re.findall(r"= \S+ all-reduce(?:-start)?\(", two)
-    # Attention's with its norm, and one each of the experts and the dense layers' MLP, in the layers' loop.
+# With model=2: attention's with its norm, and one each of the experts and the dense layers' MLP, in the layers' loop.
+# With data=2: dispatch and combine.
+@pytest.mark.parametrize(("mesh", "kernels"), [(PREFILL, 3), (DECODE, 2)])
+def test_no_collective_of_xla_is_left(mesh: tuple[int, int], kernels: int) -> None:
+    one, two = compiled_text(1, 1), compiled_text(*mesh)
+    assert not re.findall(r"= \S+ (?:all-reduce|all-to-all)(?:-start)?\(", two)
     ours = re.compile(r'custom_call_target="CuteDSL')
-    assert len(ours.findall(two)) - len(ours.findall(one)) == 3
+    assert len(ours.findall(two)) - len(ours.findall(one)) == kernels
