@@ -5,8 +5,8 @@
 A row a number of tokens a rank: microseconds a call of each kernel and of its reference, how many times as fast the
 kernel is, and the limit: the bytes that the busiest rank sends, each row once to each other rank that has one of its
 experts, over NVLink's rate by datasheet. bf16 rows, top-8 of 128 experts, routes drawn at random. Calls run in a jitted
-loop, dispatched once, every turn with the epochs of the last; the median of five. What the kernels return is first
-compared with the references'. NAME.txt is written to bench/results/.
+loop, eight a turn, each with the epochs of the last and results of its own; the median of five. What the kernels return
+is first compared with the references'. NAME.txt is written to bench/results/.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ HIDDEN = [4096, 2048]
 BARS = (20.0, 25.0)  # us, dispatch and combine at 1 to 64 tokens, hidden 4096, two ranks
 PUBLISHED = """published, of 64 tokens a rank, hidden 4096, top-8, unless said (dispatch / combine, us):
 TensorRT-LLM GB200 EP=8 22.3 / 34.1; pplx H100 EP=8 128 tokens 49.7 / 64.2; DeepEP 42.6 / 72.0"""
+CALLS_A_TURN = 8  # of the loop, whose own kernels take a few microseconds a turn
 BY_RANK = PartitionSpec(("data", "model"))
 ROWS = ExchangeRows(max(TOKENS), max(HIDDEN), TOP_K, jnp.bfloat16)
 
@@ -59,22 +60,26 @@ def on_ranks(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def seconds_a_call(mesh: Mesh, step: Callable[..., Any], arguments: tuple[jax.Array, ...], calls: int) -> float:
-    """step: (epochs, *arguments) -> (results, epochs), per rank; timed inside a loop of `calls`."""
+def seconds_a_call(mesh: Mesh, step: Callable[..., Any], arguments: tuple[jax.Array, ...], turns: int) -> float:
+    """step: (epochs, *arguments) -> (results, epochs), per rank; timed inside a loop of `turns`."""
 
     def loop(epochs: jax.Array, *arguments: jax.Array) -> Any:
-        shapes = jax.eval_shape(step, epochs, *arguments)[0]
+        shapes = [jax.eval_shape(step, epochs, *arguments)[0]] * CALLS_A_TURN
         results = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
         def turn(_: jax.Array, carry: Any) -> Any:
-            # Through the barrier, or XLA would take what does not change out of the loop.
-            arguments_now, epochs = jax.lax.optimization_barrier((arguments, carry[1]))
-            return step(epochs, *arguments_now)
+            results, epochs = [], carry[1]
+            for _ in range(CALLS_A_TURN):
+                # Through the barrier, or XLA would take what does not change out of the loop.
+                arguments_now, epochs = jax.lax.optimization_barrier((arguments, epochs))
+                result, epochs = step(epochs, *arguments_now)
+                results.append(result)
+            return results, epochs
 
-        return jax.lax.fori_loop(0, calls, turn, (results, epochs))
+        return jax.lax.fori_loop(0, turns, turn, (results, epochs))
 
     run = on_ranks(mesh, loop)
-    return median_seconds(lambda: jax.block_until_ready(run(*arguments)), 5) / calls
+    return median_seconds(lambda: jax.block_until_ready(run(*arguments)), 5) / (turns * CALLS_A_TURN)
 
 
 def sending(implementation: Implementation, per_rank: int, epochs: jax.Array, *operands: jax.Array) -> Any:
@@ -99,7 +104,7 @@ def check(mesh: Mesh, there: dict[str, Dispatched], homes: dict[str, jax.Array],
         raise SystemExit(f"{tokens} tokens: the sums of the kernel differ from the reference's")
 
 
-def row(mesh: Mesh, tokens: int, hidden: int, link: float, calls: int) -> str:
+def row(mesh: Mesh, tokens: int, hidden: int, link: float, turns: int) -> str:
     ranks = mesh.size
     draw = np.random.default_rng(tokens)
     ids = np.stack([draw.permutation(EXPERTS)[:TOP_K] for _ in range(ranks * tokens)]).astype(np.int32)
@@ -112,8 +117,8 @@ def row(mesh: Mesh, tokens: int, hidden: int, link: float, calls: int) -> str:
         there[name], _ = on_ranks(mesh, send)(*operands)
         back = there["kernel"].x, there["kernel"].counts, there["kernel"].slots
         homes[name], _ = on_ranks(mesh, bring)(*back)
-        seconds["dispatch", name] = seconds_a_call(mesh, send, operands, calls)
-        seconds["combine", name] = seconds_a_call(mesh, bring, back, calls)
+        seconds["dispatch", name] = seconds_a_call(mesh, send, operands, turns)
+        seconds["combine", name] = seconds_a_call(mesh, bring, back, turns)
     check(mesh, there, homes, tokens)
     slots = np.asarray(there["reference"].slots).reshape(ranks, tokens, ranks)
     sent = [int((slots[rank] >= 0).sum() - (slots[rank, :, rank] >= 0).sum()) for rank in range(ranks)]
@@ -125,7 +130,7 @@ def row(mesh: Mesh, tokens: int, hidden: int, link: float, calls: int) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def table(mesh: Mesh, tokens: list[int], hidden: list[int], calls: int = 500) -> None:
+def table(mesh: Mesh, tokens: list[int], hidden: list[int], turns: int = 50) -> None:
     """Prints the table for a decode mesh (data=N, model=1) of GPUs, with the bars and the published figures."""
     if collectives.mesh_heap(mesh, "data", ROWS) is None:
         raise SystemExit("no symmetric memory between these devices; the warning above says why")
@@ -138,7 +143,7 @@ def table(mesh: Mesh, tokens: list[int], hidden: list[int], calls: int = 500) ->
     print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
     for width in hidden:
         for count in tokens:
-            print(row(mesh, count, width, link, calls), flush=True)
+            print(row(mesh, count, width, link, turns), flush=True)
 
 
 def main() -> None:
@@ -146,13 +151,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="how many GPUs; all by default")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="tokens a rank")
     parser.add_argument("--hidden", type=int, nargs="*", default=HIDDEN, help="elements of a row")
-    parser.add_argument("--calls", type=int, default=500, help="calls in a loop")
+    parser.add_argument("--turns", type=int, default=50, help=f"turns of a loop of {CALLS_A_TURN} calls")
     parser.add_argument("--out", help="write NAME.txt to bench/results/")
     arguments = parser.parse_args()
     with recorded(arguments.out and f"{arguments.out}.txt"):
         print(header("jax", "jaxlib", "nvidia-cutlass-dsl", "cuda-bindings"))
         mesh = Mesh(np.array(jax.devices("gpu")[: arguments.ranks]).reshape(-1, 1), ("data", "model"))
-        table(mesh, arguments.tokens, arguments.hidden, arguments.calls)
+        table(mesh, arguments.tokens, arguments.hidden, arguments.turns)
 
 
 if __name__ == "__main__":
