@@ -69,10 +69,7 @@ class RankBlock(Block):
             before[lane] = place.view(values.dtype)[0]
             after = values[lane] if "exch" in parts else before[lane] + values[lane]
             place[:] = np.frombuffer(after.tobytes(), np.uint8)
-        if parts[0] == "atom":
-            self.write(warp, instruction.operands[0], before, lanes)
-
-    do_red = do_atom
+        self.write(warp, instruction.operands[0], before, lanes)
 
 
 def program_of(ptx: str) -> Program:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,36 +10,31 @@ import pytest
 from qwenjax_kernels.token_exchange_layout import ExchangeLayout
 from tests.kernels import exchange_ranks as exchange
 from tests.kernels.ptx_ranks import EmulatedRanks
-from tests.kernels.test_all_reduce_compiles import compile_cases
-from tests.kernels.test_token_exchange_compiles import COMPILE
+from tests.kernels.test_token_exchange_compiles import EMULATED, FAST, compiled
 
-# The shape and the blocks of a rank: several tokens a block, and vectors of rows that threads share unevenly; two words
-# of ballots; several vectors of a row a thread.
-CASES = {
-    "three ranks": (exchange.Shape(3, "float32", tokens=4, hidden=132, top_k=2, experts=9), 3),
-    "two ranks": (exchange.Shape(2, "bfloat16", tokens=5, hidden=264, top_k=3, experts=8), 2),
-    "many tokens": (exchange.Shape(2, "bfloat16", tokens=35, hidden=8, top_k=3, experts=8), 3),
-    "long rows": (exchange.Shape(2, "bfloat16", tokens=2, hidden=8200, top_k=1, experts=2), 1),
+KERNELS = ("dispatch", "combine")
+
+# A case's kernels, dispatch and combine: [kernel, ranks, dtype, tokens, hidden, top_k, experts, blocks of a rank].
+CASES: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "three ranks": EMULATED,
+    "several tokens a block": tuple((name, 2, "bfloat16", 5, 264, 3, 8, 2) for name in KERNELS),
+    "two words of ballots": tuple((name, 2, "bfloat16", 35, 8, 3, 8, 3) for name in KERNELS),
+    "several vectors a thread": tuple((name, 2, "bfloat16", 2, 8200, 1, 2, 1) for name in KERNELS),
 }
-FAST = ("three ranks",)
 
 
-@functools.cache
-def kernels(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """The PTX of dispatch and combine of these cases."""
-    cases = [
-        (kernel, shape.ranks, shape.dtype, shape.tokens, shape.hidden, shape.top_k, shape.experts, blocks)
-        for shape, blocks in (CASES[name] for name in names)
-        for kernel in ("dispatch", "combine")
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        _, texts = compile_cases(cases, "sm_90a", Path(folder), COMPILE)
-    return dict(zip(names, zip(texts[::2], texts[1::2], strict=True), strict=True))
+def kernels(name: str) -> tuple[str, str]:
+    """The PTX of dispatch and combine of a case."""
+    fast = name == "three ranks"
+    _, texts = compiled(FAST + EMULATED if fast else CASES[name], "sm_90a")
+    dispatch, combine = texts[-2:]
+    return dispatch, combine
 
 
 def run(name: str, routes: dict[str, np.ndarray]) -> None:
     """One layer after the other on the same heaps, the results of each filled with NaN and junk before."""
-    shape, blocks = CASES[name]
+    (_, *sizes, blocks), _ = CASES[name]
+    shape = exchange.Shape(*sizes)
     ranks = EmulatedRanks(shape.ranks, ExchangeLayout(shape.ranks, shape.units).num_bytes)
     grid = min(blocks, shape.tokens * (shape.ranks - 1))
     for seed, (kind, ids) in enumerate(routes.items()):
@@ -55,7 +48,7 @@ def run(name: str, routes: dict[str, np.ndarray]) -> None:
         ]
         out = [np.full(case.out.shape[1:], np.nan, case.out.dtype) for _ in range(shape.ranks)]
         places = [[ranks.put(value) for value in mine] for mine in results]
-        dispatch, combine = kernels(FAST if name in FAST else tuple(CASES))[name]
+        dispatch, combine = kernels(name)
         sent = [
             [*(ranks.put(value[r].copy()) for value in (case.x, case.ids, case.weights)), ranks.tables[r], *places[r]]
             for r in range(shape.ranks)
@@ -70,9 +63,13 @@ def run(name: str, routes: dict[str, np.ndarray]) -> None:
             case.check(shape, r, results[r], out[r], f"{kind}, rank {r}")
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_rows_slots_and_sums_are_those_of_the_definition(name: str) -> None:
-    routes = exchange.routings(CASES[name][0], 3)
+def routes_of(name: str, seed: int) -> dict[str, np.ndarray]:
+    (_, *sizes, _), _ = CASES[name]
+    return exchange.routings(exchange.Shape(*sizes), seed)
+
+
+def test_rows_slots_and_sums_are_those_of_the_definition() -> None:
+    name, routes = "three ranks", routes_of("three ranks", 3)
     run(name, {kind: routes[kind] for kind in ("padding between tokens", "a rank has no tokens", "all to one expert")})
 
 
@@ -80,4 +77,4 @@ def test_rows_slots_and_sums_are_those_of_the_definition(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_routing_in_every_shape(name: str) -> None:
     for seed in range(2):
-        run(name, exchange.routings(CASES[name][0], seed))
+        run(name, routes_of(name, seed))
