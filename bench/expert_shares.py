@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from grouped_gemm import SHAPES, SHARES, Shape, copy_bandwidth, graph_seconds, our_seconds
-from measure import header, recorded
+from grouped_gemm import SHAPES, SHARES, Shape, graph_seconds, our_seconds
+from measure import copy_bandwidth, header, recorded
 
 EXPERT_PARALLEL = (64, 32, 16, 8, 4)
 BYTES = {"bf16": 2.0, "bf16-torch": 2.0, "FP8-128x128-Triton": 1 + 4 / 128**2, "MXFP8": 33 / 32}

@@ -31,6 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measure import copy_bandwidth
 
 from qwenjax_ffi import grouped_gemm_kernel as kernels
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, packed_shape
@@ -110,26 +111,6 @@ def seconds_a_call(call: Callable[..., jax.Array], shape: Shape, arguments: tupl
         compiled = program(turns)
         seconds[turns] = median_seconds(lambda compiled=compiled: jax.block_until_ready(compiled(*arguments)))
     return (seconds[LONG] - seconds[SHORT]) / ((LONG - SHORT) * len(layers))
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second of the driver's device-to-device copy of 2 GiB, read and write counted."""
-    from cuda.bindings import driver
-
-    source, target = (jax.random.bits(jax.random.key(i), (1 << 29,), jnp.uint32) for i in range(2))
-    jax.block_until_ready((source, target))
-    driver.cuInit(0)
-    _, context = driver.cuDevicePrimaryCtxRetain(0)
-    driver.cuCtxSetCurrent(context)
-
-    def run() -> None:
-        for _ in range(8):
-            driver.cuMemcpyDtoDAsync(
-                target.unsafe_buffer_pointer(), source.unsafe_buffer_pointer(), source.nbytes, driver.CUstream(0)
-            )
-        driver.cuCtxSynchronize()
-
-    return 8 * 2 * source.nbytes / median_seconds(run)
 
 
 def matmul_rate() -> float:

@@ -54,6 +54,28 @@ def median_seconds(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def copy_bandwidth() -> float:
+    """Bytes a second of the driver's device-to-device copy of 2 GiB, read and write counted."""
+    import jax  # here, as in device_name
+    import jax.numpy as jnp
+    from cuda.bindings import driver
+
+    source, target = (jax.random.bits(jax.random.key(i), (1 << 29,), jnp.uint32) for i in range(2))
+    jax.block_until_ready((source, target))
+    driver.cuInit(0)
+    _, context = driver.cuDevicePrimaryCtxRetain(0)
+    driver.cuCtxSetCurrent(context)
+
+    def run() -> None:
+        for _ in range(8):
+            driver.cuMemcpyDtoDAsync(
+                target.unsafe_buffer_pointer(), source.unsafe_buffer_pointer(), source.nbytes, driver.CUstream(0)
+            )
+        driver.cuCtxSynchronize()
+
+    return 8 * 2 * source.nbytes / median_seconds(run, 5)
+
+
 @contextlib.contextmanager
 def recorded(name: str | None) -> Iterator[None]:
     """Copies what is printed meanwhile to results/NAME, with the command line first; nothing where name is None."""

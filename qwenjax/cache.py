@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
-from qwenjax_ffi.attention import causal_attention, paged_attention, write_pages
+from qwenjax_ffi.attention import causal_attention, paged_attention, write_keys_and_values
 
 PAGE_SIZE = 64  # tokens a page; TMA and cuDNN want 64 or more, smaller pages waste less of a short sequence's last one
 
@@ -74,8 +74,9 @@ class PagedContext:
     positions: jax.Array
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> tuple[jax.Array, Self]:
-        keys = write_pages(self.cache.keys, k, self.page_table, self.positions, layer)
-        values = write_pages(self.cache.values, v, self.page_table, self.positions, layer)
+        keys, values = write_keys_and_values(
+            self.cache.keys, self.cache.values, k, v, self.page_table, self.positions, layer
+        )
         out = paged_attention(q, keys, values, self.page_table, self.positions, layer)
         return out, replace(self, cache=KVCache(keys, values))
 

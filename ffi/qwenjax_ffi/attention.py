@@ -1,16 +1,23 @@
 """Attention over a paged KV cache, and writing to its pages. References in jnp.
 
+Three forms attend to pages: our kernel (`attention_kernel`), for decode steps; cuDNN's over copies of the pages
+(`attention_gathered`), for chunks of prompts; the reference, anywhere.
+
 A cache is a pair of arrays [layers, pages, kv_heads, page_size, head_dim] (HND pages: heads lead, tokens are
 contiguous). Position p of a sequence lies in page page_table[p // page_size], at p % page_size.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
-from qwenjax_ffi.attention_gathered import gathered_attention, unavailable
-from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi import attention_gathered, attention_kernel
+from qwenjax_ffi.implementation import Implementation, KernelUnavailableError, choose
+
+Form = Literal["kernel", "cudnn", "reference"]
 
 _MASKED = -1e30  # far below any score, and finite: a row of padding has no key at all and must not become NaN
 
@@ -30,6 +37,52 @@ def write_pages(
     return cache.at[layer, page, :, positions % page_size].set(values.astype(cache.dtype), mode="drop")
 
 
+def write_keys_and_values(
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | int,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Both caches, as `write_pages` makes them; by a kernel in one launch."""
+    k, v = k.astype(key_cache.dtype), v.astype(value_cache.dtype)
+    if choose("write_keys_and_values", implementation, attention_kernel.writes_unavailable(k)) == "kernel":
+        return attention_kernel.write_pages(key_cache, value_cache, k, v, page_table, positions, layer)
+    keys = write_pages(key_cache, k, page_table, positions, layer)
+    return keys, write_pages(value_cache, v, page_table, positions, layer)
+
+
+def unavailable_forms(q: jax.Array, k_cache: jax.Array) -> dict[Form, str]:
+    """Why each form that cannot run with these arguments on this machine cannot."""
+    reasons: dict[Form, str | None] = {
+        "kernel": attention_kernel.unavailable(q, k_cache),
+        "cudnn": attention_gathered.unavailable(q, k_cache),
+    }
+    return {form: reason for form, reason in reasons.items() if reason}
+
+
+def choose_form(q: jax.Array, k_cache: jax.Array, implementation: Form | Literal["auto"]) -> Form:
+    """The form that is asked for; "auto": the first that can run of our kernel, cuDNN and the reference.
+
+    Raises KernelUnavailableError where that form cannot run, ValueError for another word.
+    """
+    forms: tuple[Form, ...] = ("kernel", "cudnn", "reference")
+    unavailable = unavailable_forms(q, k_cache)
+    if implementation == "auto":
+        return next(form for form in forms if form not in unavailable)
+    if implementation not in forms:
+        raise ValueError(f"paged_attention: implementation is {implementation!r}; it is 'auto' or one of {forms}")
+    if implementation in unavailable:
+        raise KernelUnavailableError(
+            f"paged_attention: no {implementation} here: {unavailable[implementation]}; use implementation='auto'"
+        )
+    return implementation
+
+
 def paged_attention(
     q: jax.Array,
     k_cache: jax.Array,
@@ -38,17 +91,21 @@ def paged_attention(
     positions: jax.Array,
     layer: jax.Array | int,
     *,
-    implementation: Implementation = "auto",
+    implementation: Form | Literal["auto"] = "auto",
 ) -> jax.Array:
     """Causal grouped-query attention of each query over the cached positions up to and with its own.
 
     q: [batch, tokens, q_heads, head_dim], q_heads a multiple of kv_heads; caches: [layers, pages, kv_heads, page_size,
     head_dim]; page_table: int32 [batch, max_pages]; positions: int32 [batch, tokens], -1 for padding (the result
     there is finite and means nothing). Scores are scaled by head_dim^-0.5; scores, softmax and sums in float32.
-    Returns [batch, tokens, q_heads, head_dim] of q's dtype. The kernel is cuDNN's attention over copies of the pages.
+    Returns [batch, tokens, q_heads, head_dim] of q's dtype. A sequence's bits depend on its own values and on shapes,
+    not on its neighbours. `choose_form` says what runs and `unavailable_forms` why not.
     """
-    if choose("paged_attention", implementation, unavailable(q, k_cache)) == "kernel":
-        return gathered_attention(q, k_cache, v_cache, page_table, positions, layer)
+    form = choose_form(q, k_cache, implementation)
+    if form == "kernel":
+        return attention_kernel.paged_attention(q, k_cache, v_cache, page_table, positions, layer)
+    if form == "cudnn":
+        return attention_gathered.gathered_attention(q, k_cache, v_cache, page_table, positions, layer)
     batch, tokens, q_heads, head_dim = q.shape
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[3]
     layer = jnp.asarray(layer, jnp.int32).reshape(())

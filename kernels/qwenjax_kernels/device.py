@@ -35,8 +35,13 @@ def bulk_copy(dst: Int32, src: Int64, num_bytes: int, barrier: Int32, evict_firs
         )
 
 
+def copy_16(dst: Int32, src: Int64) -> None:
+    """cp.async of 16 bytes from global to shared memory, around the L1."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[dst, src])
+
+
 def copy_16_if(condition: Int32, dst: Int32, src: Int64) -> None:
-    """cp.async of 16 bytes from global to shared memory, around the L1, where condition is not negative.
+    """The same where condition is not negative.
 
     Predicated: with a branch a copy, the latencies of a thread's copies add up (2,000 cycles for 32).
     """
@@ -156,6 +161,18 @@ def store_global_v2_f32_if(
 def load_shared_f32(address: Int32) -> Float32:
     """One float of shared memory."""
     return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def load_shared_v2_f32(address: Int32) -> tuple[Float32, Float32]:
+    """Two floats of shared memory at an 8-byte aligned address."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32, Float32], read_only_args=[address]
+    )
+
+
+def store_shared_v2_f32(address: Int32, first: Float32, second: Float32) -> None:
+    """Two floats to shared memory at an 8-byte aligned address."""
+    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:

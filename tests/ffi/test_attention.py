@@ -169,15 +169,16 @@ def test_runs_double_up_to_the_longest_sequence() -> None:
     assert run_lengths(2, 2048) == [1, 2]
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN is there")
-def test_the_kernel_without_a_gpu_is_an_error_that_says_so() -> None:
-    with pytest.raises(KernelUnavailableError, match="paged_attention: no kernel here: the backend is cpu"):
-        paged_attention(Q, *filled_caches(), TABLE, POSITIONS, 1, implementation="kernel")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="both are there")
+@pytest.mark.parametrize("form", ["kernel", "cudnn"])
+def test_a_form_without_a_gpu_is_an_error_that_says_so(form: Any) -> None:
+    with pytest.raises(KernelUnavailableError, match=f"paged_attention: no {form} here: the backend is cpu"):
+        paged_attention(Q, *filled_caches(), TABLE, POSITIONS, 1, implementation=form)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 512])
 @pytest.mark.parametrize("newest", [700, 4000])
 def test_cudnn_equals_the_reference(tokens: int, newest: int) -> None:
-    kernel = jax.jit(partial(paged_attention, implementation="kernel"))
-    check_against_reference(tokens, newest, jnp.bfloat16, kernel, 2e-2)
+    cudnn = jax.jit(partial(paged_attention, implementation="cudnn"))
+    check_against_reference(tokens, newest, jnp.bfloat16, cudnn, 2e-2)

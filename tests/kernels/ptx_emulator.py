@@ -1,9 +1,9 @@
 """Runs a kernel's PTX on the CPU, for kernels whose GPU is not at hand: slow, strict, and written from the PTX ISA.
 
-It knows what the Blackwell kernels of this project compile to: 32-lane warps that diverge and meet again, mbarriers,
-bulk copies, and the tensor instructions of `ptx_tensor_memory`. What is asynchronous on a GPU is so here: copies finish
-in any order, tensor instructions in theirs, and warps take turns, each at a speed drawn from the seed: a wait left out
-shows with some seeds, not with all. Memory begins as NaN bytes.
+It knows what the Blackwell kernels of this project and paged attention compile to: 32-lane warps that diverge and meet
+again, mbarriers, bulk and cp.async copies, mma.sync, and the tensor instructions of `ptx_tensor_memory`. What is
+asynchronous on a GPU is so here: copies finish in any order, tensor instructions in theirs, and warps take turns, each
+at a speed drawn from the seed: a wait left out shows with some seeds, not with all. Memory begins as NaN bytes.
 Wrong addresses, registers never written, misaligned accesses, warp-wide instructions without the whole warp, and
 deadlocks are errors.
 What it cannot show: how long anything takes, the rounding of the tensor core's sums, orders between memory proxies.
@@ -159,6 +159,7 @@ class Warp:
     pcs: np.ndarray = field(default_factory=lambda: np.zeros(LANES, np.int64))
     registers: dict[str, np.ndarray] = field(default_factory=dict)
     at_barrier: tuple[int, int] | None = None
+    copying: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # cp.async: places and what comes there
 
     @property
     def done(self) -> bool:
@@ -379,6 +380,12 @@ class Block(TensorMemory):
         shift = self.read(warp, instruction.operands[2], "u32").astype(value.dtype)
         self.write(warp, instruction.operands[0], value >> shift, lanes)
 
+    def do_shf(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        low, high, shift = (self.read(warp, operand, "u32").astype(np.uint64) for operand in instruction.operands[1:4])
+        assert parts[1:3] == ["l", "wrap"]
+        both = (high << np.uint64(32) | low) << (shift & np.uint64(31))
+        self.write(warp, instruction.operands[0], (both >> np.uint64(32)).astype(np.uint32), lanes)
+
     def do_setp(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         a, b = (self.read(warp, operand, parts[2]) for operand in instruction.operands[1:3])
         self.write(warp, instruction.operands[0], COMPARISONS[parts[1]](a, b), lanes)
@@ -413,6 +420,45 @@ class Block(TensorMemory):
         result[lanes] = np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
         self.write(warp, instruction.operands[0], result, lanes)
 
+    def do_fma(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        a, b, c = (self.read(warp, operand, "f32").astype(np.float64) for operand in instruction.operands[1:4])
+        with np.errstate(all="ignore"):
+            self.write(warp, instruction.operands[0], (a * b + c).astype(np.float32), lanes)
+
+    def words(self, warp: Warp, operand: str, dtype: str) -> list[np.ndarray]:
+        """The registers of a braced list."""
+        return [self.read(warp, register.strip(), dtype) for register in operand.strip("{}").split(",")]
+
+    def do_ldmatrix(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        assert "x4" in parts
+        addresses = self.addresses(warp, instruction.operands[1])
+        rows = np.stack([self.bytes_at("shared", int(address), 16) for address in addresses])
+        matrices = rows.view(np.uint16).reshape(4, 8, 8)
+        if "trans" in parts:
+            matrices = matrices.swapaxes(1, 2)
+        words = np.ascontiguousarray(matrices).reshape(4, 64).view(np.uint32)
+        for target, word in zip(instruction.operands[0].strip("{}").split(","), words, strict=True):
+            self.write(warp, target.strip(), word, lanes)
+
+    def do_mma(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        assert parts[3] == "m16n8k16"
+        dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
+
+        def matrix(operand: str, rows: int) -> np.ndarray:
+            """Words of lanes as blocks of 8 rows and 8 columns, 2 of these a word."""
+            words = np.stack(self.words(warp, operand, "u32"))
+            blocks = words.view(dtype).astype(np.float32).reshape(-1, rows // 8, 8, 8)
+            return np.concatenate([np.concatenate(list(block)) for block in blocks], axis=1)
+
+        a, b = matrix(instruction.operands[1], 16), matrix(instruction.operands[2], 8)
+        sums = np.stack(self.words(warp, instruction.operands[3], "f32")).reshape(2, 2, 8, 4)
+        with np.errstate(all="ignore"):
+            products = (a @ b.T).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2) + sums
+        for target, value in zip(
+            instruction.operands[0].strip("{}").split(","), products.reshape(4, LANES), strict=True
+        ):
+            self.write(warp, target.strip(), np.ascontiguousarray(value), lanes)
+
     def do_popc(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         bits = self.read(warp, instruction.operands[1], "u32")
         self.write(
@@ -442,11 +488,9 @@ class Block(TensorMemory):
                     for operand in operands[1:3]
                 )
                 result = high.astype(np.uint16) << np.uint16(8) | low
-            elif "bf16x2" in parts:
-                high, low = (
-                    self.read(warp, operand, "f32").astype(ml_dtypes.bfloat16).view(np.uint16)
-                    for operand in operands[1:3]
-                )
+            elif "bf16x2" in parts or "f16x2" in parts:
+                half = ml_dtypes.bfloat16 if "bf16x2" in parts else np.float16
+                high, low = (self.read(warp, operand, "f32").astype(half).view(np.uint16) for operand in operands[1:3])
                 result = high.astype(np.uint32) << np.uint32(16) | low
             elif "bf16" in parts:
                 result = self.read(warp, operands[1], "f32").astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -490,8 +534,14 @@ class Block(TensorMemory):
     def do_bar(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         if parts[1] == "warp":
             return
-        numbers = [int(operand) for operand in instruction.operands]
+        numbers = [int(self.read(warp, operand, "u32")[0]) for operand in instruction.operands]
         warp.at_barrier = (numbers[0], numbers[1] if len(numbers) > 1 else self.program.threads)
+
+    def do_griddepcontrol(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        """Kernels run one after the other here."""
+
+    def do_setmaxnreg(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        """There are registers enough here."""
 
     def do_fence(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         """Memory is in order here."""
@@ -553,6 +603,26 @@ class Block(TensorMemory):
         """A wait that is over: `can_run` said so."""
 
     def do_cp(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        if "cg" in parts:
+            targets, sources = (self.addresses(warp, operand) for operand in instruction.operands[:2])
+            assert instruction.operands[2:] == ["16"]
+            for lane in np.flatnonzero(lanes):
+                place = self.bytes_at("shared", int(targets[lane]), 16)
+                warp.copying.append((place, self.bytes_at("global", int(sources[lane]), 16)))
+            return
+        if "noinc" in parts:
+            copies, warp.copying = warp.copying, []
+            arrivals = [self.barrier(int(address)) for address in self.addresses(warp, instruction.operands[0])[lanes]]
+
+            def finish_all() -> None:
+                for place, values in copies:
+                    place[:] = values
+                for arrival in arrivals:
+                    arrival.pending -= 1
+                    arrival.settle()
+
+            self.copies.append(finish_all)
+            return
         lane = self.one_lane(lanes)
         target, source, barrier = (int(self.addresses(warp, instruction.operands[index])[lane]) for index in (0, 1, 3))
         size = int(self.read(warp, instruction.operands[2], "u32")[lane])

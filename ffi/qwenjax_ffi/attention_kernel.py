@@ -1,0 +1,209 @@
+"""Our kernels of paged attention as JAX functions: `paged_attention` and `page_writes` of `qwenjax_kernels`.
+
+The references in `attention` define the results. `unavailable` says why attention cannot run with some arguments, and
+`writes_unavailable` why the writes cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qwenjax_ffi.implementation import gpu_unavailable
+from qwenjax_kernels.attention_splits import HEAD_DIMS, MAX_BATCH, MAX_ROWS, PAGE_SIZES, Splits, choose_splits
+
+H200_SMS = 132  # the blocks of a launch; on a chip with another number they are right, and less well balanced
+
+
+def unavailable(q: jax.Array, k_cache: jax.Array) -> str | None:
+    """Why the kernel cannot run with these arguments on this machine; None where it can."""
+    return machine_unavailable() or unsupported(q, k_cache)
+
+
+def unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
+    """Why the kernel does not take these arguments on any machine; None where it does."""
+    batch, tokens, q_heads, head_dim = q.shape
+    kv_heads, page_size = k_cache.shape[2], k_cache.shape[3]
+    rows = tokens * q_heads // kv_heads
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
+        return f"queries are {q.dtype} and the cache {k_cache.dtype}; the kernel takes bfloat16 or float16, both alike"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim is {head_dim}; the kernel takes {' and '.join(map(str, HEAD_DIMS))}"
+    if page_size not in PAGE_SIZES:
+        return f"page_size is {page_size}; the kernel takes {', '.join(map(str, PAGE_SIZES))}"
+    if rows > MAX_ROWS:
+        return (
+            f"{tokens} query tokens of {q_heads // kv_heads} query heads a kv head are {rows} rows; "
+            f"the kernel takes up to {MAX_ROWS}"
+        )
+    if batch > MAX_BATCH:
+        return f"the batch is {batch}; the kernel takes up to {MAX_BATCH}"
+    return None
+
+
+def writes_unavailable(k: jax.Array) -> str | None:
+    """Why the kernel that writes pages cannot run with these new keys on this machine; None where it can."""
+    if (row_bytes := k.shape[-1] * k.dtype.itemsize) % 16:
+        return f"a head's row is {row_bytes} bytes; the kernel copies multiples of 16"
+    return machine_unavailable()
+
+
+@functools.cache
+def machine_unavailable() -> str | None:
+    """Why the kernel cannot run on this machine; None where it can."""
+    return gpu_unavailable(("9.0",), "Hopper")
+
+
+def paged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | int,
+    *,
+    splits: Splits | None = None,
+    num_blocks: int = H200_SMS,
+    overlap: bool = True,
+    stages: int | None = None,
+) -> jax.Array:
+    """`qwenjax_ffi.attention.paged_attention` for what `unsupported` lets pass. Raises ValueError for anything else.
+
+    The result's bits depend on splits, not on num_blocks.
+    """
+    if reason := unsupported(q, k_cache):
+        raise ValueError(f"paged_attention: {reason}")
+    batch, tokens, q_heads, head_dim = q.shape
+    _, num_pages, kv_heads, page_size, _ = k_cache.shape
+    splits = splits or choose_splits(batch * kv_heads)
+    max_pages = page_table.shape[1]
+    problem = (
+        q.dtype.name,
+        batch,
+        tokens,
+        q_heads,
+        kv_heads,
+        head_dim,
+        num_pages,
+        page_size,
+        max_pages,
+        splits,
+        num_blocks,
+        overlap,
+        stages,
+    )
+    partial = (batch, kv_heads, splits.max_splits, tokens * q_heads // kv_heads)
+    from cutlass.jax import cutlass_call
+
+    call = cutlass_call(
+        _launcher(*problem),
+        output_shape_dtype=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*partial, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*partial, 2), jnp.float32),
+        ),
+        compile_key=("qwenjax paged_attention", *problem),
+    )
+    index = jnp.asarray(layer, jnp.int32).reshape(1)
+    out, _, _ = call(q, k_cache, v_cache, page_table.astype(jnp.int32), positions.astype(jnp.int32), index)
+    return out
+
+
+def write_pages(
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """Both caches with k and v, of the caches' dtype, at their positions: as `qwenjax_ffi.attention.write_pages`."""
+    batch, tokens, kv_heads, head_dim = k.shape
+    _, num_pages, _, page_size, _ = key_cache.shape
+    row_bytes = head_dim * k.dtype.itemsize
+    problem = (batch, tokens, kv_heads, row_bytes, num_pages, page_size, page_table.shape[1])
+    from cutlass.jax import cutlass_call
+
+    call = cutlass_call(
+        _writer(*problem),
+        output_shape_dtype=tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (key_cache, value_cache)),
+        input_output_aliases={5: 0, 6: 1},
+        compile_key=("qwenjax page_writes", k.dtype.name, *problem),
+    )
+    index = jnp.asarray(layer, jnp.int32).reshape(1)
+    return call(k, v, page_table.astype(jnp.int32), positions.astype(jnp.int32), index, key_cache, value_cache)
+
+
+@functools.cache
+def _writer(
+    batch: int, tokens: int, kv_heads: int, row_bytes: int, num_pages: int, page_size: int, max_pages: int
+) -> Any:
+    """As `_launcher`, of the writes."""
+    import cutlass.cute as cute
+
+    from qwenjax_kernels.page_writes import PageWrites
+
+    kernel = PageWrites(
+        batch=batch,
+        tokens=tokens,
+        kv_heads=kv_heads,
+        row_bytes=row_bytes,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_pages=max_pages,
+    )
+
+    @cute.jit
+    def launch(stream, k, v, page_table, positions, layer, keys, values):  # type: ignore[no-untyped-def]
+        kernel.launch(stream, k, v, page_table, positions, layer, keys, values)
+
+    return launch
+
+
+@functools.cache
+def _launcher(
+    dtype: str,
+    batch: int,
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
+    splits: Splits,
+    num_blocks: int,
+    overlap: bool,
+    stages: int | None,
+) -> Any:
+    """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from qwenjax_kernels.paged_attention import PagedAttention
+
+    kernel = PagedAttention(
+        dtype={"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype],
+        batch=batch,
+        tokens=tokens,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_pages=max_pages,
+        splits=splits,
+        num_blocks=num_blocks,
+        overlap=overlap,
+        stages=stages,
+    )
+
+    @cute.jit
+    def launch(stream, q, k_cache, v_cache, page_table, positions, layer, out, partial, stats):  # type: ignore[no-untyped-def]
+        kernel.launch(stream, q, k_cache, v_cache, page_table, positions, layer, out, partial, stats)
+
+    return launch

@@ -1,0 +1,220 @@
+"""Our paged attention kernel against the reference in float32, on a GPU; what it takes and how it divides, anywhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwenjax_ffi.attention import choose_form, paged_attention, unavailable_forms, write_keys_and_values
+from qwenjax_ffi.attention_kernel import paged_attention as kernel_attention
+from qwenjax_ffi.attention_kernel import unsupported
+from qwenjax_kernels.attention_splits import SHARED_BYTES, Splits, choose_splits, key_warps, row_tiles, stages
+from tests.ffi.paged_sequences import Shape, errors, expected, paged_sequences
+
+LENGTHS = (1, 63, 64, 65, 0, 255, 257, 2047, 2048, 4000)
+SHAPES: list[Shape] = [
+    (1, 8, 4, 128, 64, jnp.bfloat16),
+    (2, 8, 4, 128, 64, jnp.bfloat16),
+    (4, 8, 4, 128, 64, jnp.bfloat16),
+    (8, 8, 1, 128, 64, jnp.bfloat16),
+    (8, 16, 2, 128, 64, jnp.bfloat16),
+    (1, 1, 2, 128, 16, jnp.bfloat16),
+    (3, 2, 2, 64, 32, jnp.float16),
+    (1, 16, 4, 128, 128, jnp.float16),
+    (5, 6, 3, 64, 256, jnp.bfloat16),
+]
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(*arguments: Any, implementation: Any = "kernel") -> jax.Array:
+    return paged_attention(*arguments, implementation=implementation)
+
+
+def poison_free_memory() -> None:
+    """Workspaces come out of memory that was NaN."""
+    jnp.full(1 << 27, jnp.nan, jnp.float32).block_until_ready().delete()
+
+
+def in_turn(size: int) -> st.SearchStrategy[int]:
+    return st.integers(1, size)
+
+
+@given(tiles=in_turn(20000), min_tiles=in_turn(64), max_splits=in_turn(32))
+def test_splits_are_as_many_as_asked_for_at_most_and_none_is_empty(tiles: int, min_tiles: int, max_splits: int) -> None:
+    each = Splits(min_tiles, max_splits).tiles_each(tiles)
+    count = -(-tiles // each)
+    assert 1 <= count <= max_splits
+    assert (count - 1) * each < tiles <= count * each
+    assert each <= min_tiles or count == max_splits or (count + 1) * each > tiles
+
+
+@given(rows=in_turn(128), head_dim=st.sampled_from([64, 128]), batch=in_turn(1024))
+def test_every_problem_has_whole_warpgroups_of_consumers_and_stages_to_hide_latency(
+    rows: int, head_dim: int, batch: int
+) -> None:
+    assert row_tiles(rows) * 16 >= rows
+    assert row_tiles(rows) * key_warps(rows) in (4, 8)
+    count = stages(rows, head_dim, batch)
+    assert count * 2 * 64 * head_dim * 2 >= 98304, "the latency of memory times its rate is 40 KB a multiprocessor"
+    assert count * 2 * 64 * head_dim * 2 <= SHARED_BYTES
+
+
+def test_sums_of_splits_take_no_more_memory_with_more_sequences_up_to_512_pairs() -> None:
+    sizes = [pairs * choose_splits(pairs).max_splits for pairs in (128, 256, 512)]
+    assert sizes == [4096] * 3
+    assert choose_splits(4).max_splits == 32
+    assert choose_splits(4096).max_splits == 8
+
+
+@pytest.mark.parametrize(
+    ("q", "cache", "reason"),
+    [
+        (((1, 1, 8, 128), jnp.float32), ((1, 4, 2, 64, 128), jnp.float32), "queries are float32"),
+        (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.float16), "the cache float16"),
+        (((1, 1, 8, 96), jnp.bfloat16), ((1, 4, 2, 64, 96), jnp.bfloat16), "head_dim is 96"),
+        (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 48, 128), jnp.bfloat16), "page_size is 48"),
+        (((1, 33, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "132 rows"),
+        (((1025, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "batch is 1025"),
+    ],
+)
+def test_what_the_kernel_does_not_take_has_a_reason(q: Any, cache: Any, reason: str) -> None:
+    arrays = [jax.ShapeDtypeStruct(*spec) for spec in (q, cache)]
+    assert reason in str(unsupported(*arrays))
+    with pytest.raises(ValueError, match=reason):
+        kernel_attention(arrays[0], arrays[1], arrays[1], None, None, 0)  # type: ignore[arg-type]
+
+
+def test_without_a_gpu_the_reference_runs_and_each_other_form_says_why() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    q, cache = jnp.zeros((1, 1, 8, 128), jnp.bfloat16), jnp.zeros((1, 4, 2, 64, 128), jnp.bfloat16)
+    assert unsupported(q, cache) is None
+    assert choose_form(q, cache, "auto") == "reference"
+    assert set(unavailable_forms(q, cache)) == {"kernel", "cudnn"}
+    with pytest.raises(ValueError, match="implementation is 'fastest'"):
+        choose_form(q, cache, "fastest")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[:-1])))
+def test_equals_the_reference_in_float32(shape: Shape) -> None:
+    arrays = paged_sequences(shape, LENGTHS)
+    poison_free_memory()
+    out = attend(*arrays, 1)
+    assert out.dtype == shape[-1]
+    # Weights and results are rounded to 2^-9 (float16: 2^-12) of their value.
+    tolerance = 2**-7 if shape[-1] == jnp.bfloat16 else 2**-10
+    assert errors(out, expected(*arrays, 1), arrays[-1]).max() < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 40, 130, 512])
+def test_a_ragged_batch_of_any_size(batch: int) -> None:
+    rng = np.random.default_rng(batch)
+    lengths = tuple(int(x) for x in rng.choice([0, 1, 30, 300, 900, 6000], batch, p=[0.2, 0.2, 0.2, 0.2, 0.15, 0.05]))
+    arrays = paged_sequences((1, 4, 2, 128, 64, jnp.bfloat16), (*lengths[:-1], 700))
+    poison_free_memory()
+    assert errors(attend(*arrays, 1), expected(*arrays, 1), arrays[-1]).max() < 2**-7
+
+
+@pytest.mark.gpu
+def test_a_padded_query_changes_nothing_in_the_others() -> None:
+    q, keys, values, table, positions = paged_sequences((4, 8, 2, 128, 64, jnp.bfloat16), (300, 70, 900))
+    padded = positions.at[:, 3].set(-1).at[1].set(-1)  # the last draft of each, and all of a sequence
+    out = attend(q.at[:, 3].set(jnp.nan), keys, values, table, padded, 1)
+    assert errors(out, expected(q, keys, values, table, padded, 1), padded).max() < 2**-7
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_neighbours_slots_blocks_or_repetition() -> None:
+    shape = (2, 8, 4, 128, 64, jnp.bfloat16)
+    lengths = (700, 2047, 64, 3000, 0, 129, 1, 1000, 511)
+    q, keys, values, table, positions = paged_sequences(shape, lengths)
+    out = np.asarray(attend(q, keys, values, table, positions, 1).astype(jnp.float32))
+    for _ in range(5):
+        again = attend(q, keys, values, table, positions, 1).astype(jnp.float32)
+        np.testing.assert_array_equal(again, out)
+    for blocks in (7, 131):
+        few = jax.jit(partial(kernel_attention, num_blocks=blocks))(q, keys, values, table, positions, 1)
+        np.testing.assert_array_equal(few.astype(jnp.float32), out)
+    order = np.random.default_rng(0).permutation(len(lengths))
+    moved = attend(q[order], keys, values, table[order], positions[order], 1).astype(jnp.float32)
+    np.testing.assert_array_equal(moved, out[order])
+    alone = attend(q, keys, values, table, jnp.where(jnp.arange(len(lengths))[:, None] == 3, positions, -1), 1)
+    np.testing.assert_array_equal(alone[3].astype(jnp.float32), out[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "batch", "tokens"), [(jnp.bfloat16, 33, 1), (jnp.float32, 2, 300)])
+def test_writes_are_those_of_the_reference_and_in_place(dtype: Any, batch: int, tokens: int) -> None:
+    layers, kv_heads, head_dim, page_size, max_pages = 3, 4, 128, 64, 6
+    rng = np.random.default_rng(0)
+    pages = batch * max_pages
+    table = jnp.asarray(rng.permutation(pages).reshape(batch, max_pages), jnp.int32)
+    start = rng.integers(-1, page_size * max_pages + 2, (batch, 1))
+    positions = jnp.asarray(np.where(start < 0, -1, start + np.arange(tokens)), jnp.int32)
+    keys, values, k, v = (
+        jax.random.normal(jax.random.key(seed), shape, dtype)
+        for seed, shape in enumerate(
+            2 * [(layers, pages, kv_heads, page_size, head_dim)] + 2 * [(batch, tokens, kv_heads, head_dim)]
+        )
+    )
+
+    @partial(jax.jit, static_argnames="implementation", donate_argnums=(0, 1))
+    def all_layers(keys: Any, values: Any, k: Any, v: Any, implementation: Any) -> Any:
+        def body(layer: jax.Array, caches: Any) -> Any:
+            return write_keys_and_values(*caches, k + layer, v, table, positions, layer, implementation=implementation)
+
+        return jax.lax.fori_loop(1, layers, body, (keys, values))
+
+    wanted = all_layers(keys.copy(), values.copy(), k, v, implementation="reference")
+    compiled = all_layers.lower(keys, values, k, v, implementation="kernel").compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < keys.nbytes, "no copy of a cache"
+    for ours, theirs in zip(compiled(keys, values, k, v), wanted, strict=True):
+        np.testing.assert_array_equal(ours.astype(jnp.float32), theirs.astype(jnp.float32))
+
+
+@pytest.mark.gpu
+def test_in_a_loop_over_layers_it_gives_what_single_calls_give() -> None:
+    layers = 5
+    q, keys, values, table, positions = paged_sequences(
+        (1, 8, 4, 128, 64, jnp.bfloat16), (500, 1500, 64), layers=layers
+    )
+
+    @jax.jit
+    def loop(q: Any, keys: Any, values: Any) -> jax.Array:
+        def body(layer: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            x, outs = carry
+            x = paged_attention(x, keys, values, table, positions, layer, implementation="kernel")
+            return x, outs.at[layer].set(x)
+
+        return jax.lax.fori_loop(0, layers, body, (q, jnp.zeros((layers, *q.shape), q.dtype)))[1]
+
+    for _ in range(3):
+        outs = loop(q, keys, values)
+        x = q
+        for layer in range(layers):
+            x = attend(x, keys, values, table, positions, layer)
+            np.testing.assert_array_equal(outs[layer].astype(jnp.float32), x.astype(jnp.float32))
+
+
+@pytest.mark.gpu
+def test_caches_of_more_than_2_to_the_31_elements() -> None:
+    layers, pages = 3, 50_000  # 2.5e9 elements: 4.9 GB each
+    q, keys, values, table, positions = paged_sequences((1, 8, 2, 128, 64, jnp.bfloat16), (64 * 40,), layers=1)
+    wanted = expected(q, keys, values, table, positions, 0)
+    count = keys.shape[1]
+    large = [
+        jnp.full((layers, pages, *cache.shape[2:]), jnp.nan, cache.dtype).at[-1, -count:].set(cache[0])
+        for cache in (keys, values)
+    ]
+    shifted = jnp.where(table < count, table + pages - count, table)
+    out = attend(q, *large, shifted, positions, layers - 1)
+    assert errors(out, wanted, positions).max() < 2**-7
