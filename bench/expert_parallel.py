@@ -1,7 +1,7 @@
 """Times the kernels around the experts' matmuls beside the memory's limit and XLA, all in one run.
 
     python bench/expert_parallel.py [--tokens 16384] [--decode 1 64 256] [--out NAME]
-    python bench/expert_parallel.py --predict MEASURED.txt [--out NAME]
+    python bench/expert_parallel.py --predict MEASURED.txt ... [--out NAME]
 
 Prefill with tokens on every rank, for the share of Qwen3-235B's experts (128 experts, top-8, hidden 4096) that a rank
 of EP = 1, 2 and 4 has, with random routing: sorting a rank's rows, copying them (bf16, and quantised to MXFP8), adding
@@ -226,7 +226,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a prefill, on every rank")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 64, 256], help="tokens of decode batches")
     parser.add_argument("--ranks-only", action="store_true", help="leave out what one GPU is enough for")
-    parser.add_argument("--predict", type=Path, metavar="MEASURED", help="predict EP 4, 8, 16 from a recorded run")
+    parser.add_argument(
+        "--predict", type=Path, nargs="+", metavar="MEASURED", help="predict EP 4, 8, 16 from recorded runs"
+    )
     parser.add_argument("--out", help="write NAME.txt (with --predict also NAME.png) to bench/results/")
     arguments = parser.parse_args()
     with recorded(arguments.out and f"{arguments.out}.txt"):
