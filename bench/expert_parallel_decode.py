@@ -32,7 +32,7 @@ from qwenjax_ffi.token_exchange_kernel import ExchangeRows
 
 NVLINK = {"9.0": 450e9, "10.0": 900e9, "10.3": 900e9}  # bytes a second each way, by datasheet
 EXPERTS, TOP_K = 128, 8
-TOKENS = [1, 4, 16, 64, 128]
+TOKENS = [1, 4, 16, 64, 128, 256]
 HIDDEN = [4096, 2048]
 BARS = (20.0, 25.0)  # us, dispatch and combine at 1 to 64 tokens, hidden 4096, two ranks
 PUBLISHED = """published, of 64 tokens a rank, hidden 4096, top-8, unless said (dispatch / combine, us):
