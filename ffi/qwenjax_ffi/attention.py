@@ -99,7 +99,8 @@ def paged_attention(
     head_dim]; page_table: int32 [batch, max_pages]; positions: int32 [batch, tokens], -1 for padding (the result
     there is finite and means nothing). Scores are scaled by head_dim^-0.5; scores, softmax and sums in float32.
     Returns [batch, tokens, q_heads, head_dim] of q's dtype. A sequence's bits depend on its own values and on shapes,
-    not on its neighbours. `choose_form` says what runs and `unavailable_forms` why not.
+    not on its neighbours (cuDNN's form: on the longest of them, too). `choose_form` says what runs and
+    `unavailable_forms` why not.
     """
     form = choose_form(q, k_cache, implementation)
     if form == "kernel":

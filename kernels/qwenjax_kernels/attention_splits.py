@@ -42,7 +42,7 @@ def choose_splits(pairs: int) -> Splits:
     Small splits spread the keys of a few pairs over the multiprocessors; larger and fewer ones cost less to add up, and
     less memory: 4 bytes an element of the sums of each of max_splits.
     """
-    min_tiles = 4 if pairs <= 32 else 8 if pairs <= 128 else 16
+    min_tiles = 4 if pairs <= 32 else 8 if pairs <= 64 else 16
     return Splits(min_tiles, max_splits=max(8, min(32, 4096 // pairs)))
 
 
