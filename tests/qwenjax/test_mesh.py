@@ -43,7 +43,7 @@ def logits(kv_heads: int, shape: tuple[int, int], dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kv_heads", MODELS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, pytest.param((8, 1), marks=pytest.mark.slow)], ids=str)
 def test_float32_logits_and_greedy_ids_equal_one_device(shape: tuple[int, int], kv_heads: int) -> None:
     alone, spread = logits(kv_heads, (1, 1), "float32"), logits(kv_heads, shape, "float32")
     assert alone.std() > 1
