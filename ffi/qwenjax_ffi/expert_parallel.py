@@ -18,7 +18,7 @@ from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.packing import AnyWeight
 from qwenjax_ffi.routing import sort_rows
-from qwenjax_ffi.token_exchange import combine, dispatch
+from qwenjax_ffi.token_exchange import RowFormat, combine, dispatch
 
 
 class ExpertWeights(NamedTuple):
@@ -115,10 +115,12 @@ def moe_sharded_tokens(
     """Every rank has its own tokens: they travel to their experts' ranks and the weighted sums travel back.
 
     x: [max_tokens, hidden]; ids: int32 [max_tokens, top_k], -1 for padding; weights: float32 [max_tokens, top_k].
-    Returns ([max_tokens, hidden] of x's dtype and the advanced epochs).
+    Rows that the experts round to MXFP8 travel so: rounding them once more changes nothing. Returns ([max_tokens,
+    hidden] of x's dtype and the advanced epochs).
     """
     experts_per_rank = experts.w13.shape[1]
-    there, epochs = dispatch(x, ids, weights, experts_per_rank, axis_name, epochs)
+    row_format: RowFormat = "mxfp8" if activation_format == "mxfp8" else "model"
+    there, epochs = dispatch(x, ids, weights, experts_per_rank, axis_name, epochs, row_format=row_format)
     first = jax.lax.axis_index(axis_name) * experts_per_rank
     flat_x, flat_ids, flat_weights = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (there.x, there.ids, there.weights))
     partial = local_experts(flat_x, flat_ids, flat_weights, experts, first, activation_format)

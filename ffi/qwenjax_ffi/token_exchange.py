@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import token_exchange_kernel as kernels
+from qwenjax_ffi.activations import quantise_activations
 from qwenjax_ffi.collectives import KERNEL_DTYPES, AxisName, Heap, advance, heap_behind, with_gradient
 from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_kernels.heap_layout import VECTOR
-from qwenjax_kernels.token_exchange_layout import MAX_TOKENS, UNIT, row_bytes
+from qwenjax_kernels.token_exchange_layout import MAX_TOKENS, UNIT, mxfp8_bytes, row_bytes
 
 logger = logging.getLogger(__name__)
+
+RowFormat = Literal["model", "mxfp8"]
 
 
 class Dispatched(NamedTuple):
@@ -45,23 +48,29 @@ def dispatch(
     axis_name: AxisName,
     epochs: jax.Array,
     *,
+    row_format: RowFormat = "model",
     implementation: Implementation = "auto",
 ) -> tuple[Dispatched, jax.Array]:
     """Sends each token once to every rank that has one of its experts.
 
     x: [max_tokens, hidden], this rank's own tokens; ids: int32 [max_tokens, top_k], -1 for padding; weights: float32
     [max_tokens, top_k]. Slots are given out in token order. Nothing is dropped: each rank has a slot for every token
-    of every other. Returns also the advanced epochs.
+    of every other. row_format "mxfp8": what arrives of x, also at this rank, is what quantise_activations makes of it,
+    and travels as such (kernel: bfloat16 x). Returns also the advanced epochs.
     """
-    heap, why = _room(x, row_bytes(x.shape[1] * x.dtype.itemsize, ids.shape[1]), axis_name, epochs)
-    reference = functools.partial(_dispatch_reference, experts_per_rank, axis_name)
+    mxfp8 = row_format == "mxfp8"
+    sent_bytes = mxfp8_bytes(x.shape[1]) if mxfp8 else x.shape[1] * x.dtype.itemsize
+    heap, why = _room(x, row_bytes(sent_bytes, ids.shape[1]), axis_name, epochs)
+    if mxfp8 and why is None and x.dtype != jnp.bfloat16:
+        why = f"x is {x.dtype}, the kernel makes MXFP8 rows of bfloat16"
+    reference = functools.partial(_dispatch_reference, experts_per_rank, axis_name, row_format)
     if _choose("dispatch", implementation, why, heap) == "reference":
         return reference(x, ids, weights, epochs)
     assert heap is not None
     ranks, units = heap.ranks, heap.units
 
     def kernel(x: jax.Array, ids: jax.Array, weights: jax.Array, epochs: jax.Array) -> tuple[Dispatched, jax.Array]:
-        *there, epochs = kernels.dispatch(x, ids, weights, epochs, ranks, units, experts_per_rank)
+        *there, epochs = kernels.dispatch(x, ids, weights, epochs, ranks, units, experts_per_rank, mxfp8)
         return Dispatched(*there), epochs
 
     sent: tuple[Dispatched, jax.Array] = with_gradient(kernel, reference)(x, ids, weights, epochs)
@@ -128,11 +137,13 @@ def _say_once(message: str) -> None:
 def _dispatch_reference(
     experts_per_rank: int,
     axis_name: AxisName,
+    row_format: RowFormat,
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
     epochs: jax.Array,
 ) -> tuple[Dispatched, jax.Array]:
+    x = quantise_activations(x, row_format)
     ranks = jax.lax.axis_size(axis_name)
     max_tokens = x.shape[0]
     # goes[t, r]: token t has an expert at rank r.

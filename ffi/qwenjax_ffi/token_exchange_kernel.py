@@ -1,4 +1,4 @@
-"""The decode all-to-all's kernels as JAX functions: `qwenjax_kernels.token_dispatch` and `token_combine`.
+"""The decode all-to-all's kernels as JAX functions: `qwenjax_kernels.token_dispatch`, its MXFP8 form, `token_combine`.
 
 They take and return the epoch array of a symmetric heap that was made with room for them (`ExchangeRows`).
 """
@@ -37,12 +37,15 @@ def dispatch(
     ranks: int,
     units: int,
     experts_per_rank: int,
+    mxfp8: bool,
 ) -> tuple[jax.Array, ...]:
-    """The leaves of `token_exchange.Dispatched`, and the epochs. ranks, units: of the heap behind `epochs`."""
+    """The leaves of `token_exchange.Dispatched`, and the epochs. ranks, units: of the heap behind `epochs`; mxfp8: how
+    rows travel."""
     from cutlass.jax import cutlass_call
 
     tokens, top_k = ids.shape
-    problem = ("dispatch", ranks, units, jnp.dtype(x.dtype).name, *x.shape, _timeout_ns(), top_k, experts_per_rank)
+    name = "dispatch MXFP8" if mxfp8 else "dispatch"
+    problem = (name, ranks, units, jnp.dtype(x.dtype).name, *x.shape, _timeout_ns(), top_k, experts_per_rank)
     call = cutlass_call(
         _launcher(*problem),
         output_shape_dtype=(
@@ -95,12 +98,14 @@ def _launcher(
 
     from qwenjax_kernels.token_combine import TokenCombine
     from qwenjax_kernels.token_dispatch import TokenDispatch
+    from qwenjax_kernels.token_dispatch_mxfp8 import MXFP8TokenDispatch
 
     dtypes = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
     sizes: dict[str, Any] = {"ranks": ranks, "units": units, "dtype": dtypes[dtype], "tokens": tokens, "hidden": hidden}
-    if name == "dispatch":
+    if name != "combine":
         top_k, experts_per_rank = routing
-        send = TokenDispatch(**sizes, timeout_ns=timeout_ns, top_k=top_k, experts_per_rank=experts_per_rank)
+        kind = MXFP8TokenDispatch if name == "dispatch MXFP8" else TokenDispatch
+        send = kind(**sizes, timeout_ns=timeout_ns, top_k=top_k, experts_per_rank=experts_per_rank)
 
         @cute.jit
         def dispatching(  # type: ignore[no-untyped-def]

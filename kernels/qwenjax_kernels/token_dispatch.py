@@ -32,18 +32,28 @@ from qwenjax_kernels.vectors import Words
 class TokenDispatch(TokenExchange):
     """The kernel for one call; call `launch` from a `@cute.jit` function.
 
-    top_k: experts of a token; experts_per_rank: of which rank r has r * experts_per_rank and those that follow. The
-    rest: see TokenExchange.
+    top_k: experts of a token; experts_per_rank: of which rank r has r * experts_per_rank and those that follow.
+    sent_bytes: of a row on its way, by default as it is. The rest: see TokenExchange.
     """
 
-    def __init__(self, *, hidden: int, dtype: Any, top_k: int, experts_per_rank: int, **sizes: Any) -> None:
-        hidden_bytes = hidden * dtype.width // 8
-        super().__init__(hidden=hidden, dtype=dtype, extra_bytes=row_bytes(hidden_bytes, top_k) - hidden_bytes, **sizes)
+    def __init__(
+        self, *, hidden: int, dtype: Any, top_k: int, experts_per_rank: int, sent_bytes: int = 0, **sizes: Any
+    ) -> None:
+        self.sent_bytes = sent_bytes or hidden * dtype.width // 8
+        super().__init__(hidden=hidden, dtype=dtype, slot_bytes=row_bytes(self.sent_bytes, top_k), **sizes)
         self.name = f"dispatch {top_k} {experts_per_rank}"
         self.top_k, self.experts_per_rank = top_k, experts_per_rank
         if top_k < 1 or experts_per_rank < 1:
             raise ValueError(f"top_k is {top_k} and experts_per_rank {experts_per_rank}; both are at least 1")
         self.chunks = -(-self.tokens // WARP)
+
+    def encode_row(self, words: Words) -> Words:
+        """What push_row sends of a thread's words."""
+        return words
+
+    def decode_row(self, sent: Words) -> Words:
+        """The words that arrive of it."""
+        return sent
 
     @cute.jit
     def launch(
@@ -201,15 +211,17 @@ class DispatchBlock(Block):
             token = i * spec.grid + self.block
             if i > 0:
                 words = self.spec.load_row(self.x + Int64(token) * spec.hidden_bytes)
+            sent = self.spec.encode_row(words)
             # Each rank begins at another one, so that they do not all write to the same; this one is last.
             for step in cutlass.range_constexpr(1, spec.ranks + 1):
                 to = (self.rank + step) % spec.ranks
                 slot = load_shared(self.place(i, to))
                 if slot >= 0:
                     if cutlass.const_expr(step == spec.ranks):
-                        self.spec.store_row(self.out_x + self.result(to, slot) * spec.hidden_bytes, words)
+                        words_here = self.spec.decode_row(sent)
+                        self.spec.store_row(self.out_x + self.result(to, slot) * spec.hidden_bytes, words_here)
                     else:
-                        self.spec.push_row(self.bases.base(to) + self.row(self.rank, slot), words)
+                        self.spec.push_row(self.bases.base(to) + self.row(self.rank, slot), sent)
             self.push_choices(i, token)
 
     @cute.jit
@@ -227,7 +239,7 @@ class DispatchBlock(Block):
                     if cutlass.const_expr(step == spec.ranks):
                         store_int(result + self.result(to, slot) * (4 * spec.top_k), value)
                     else:
-                        there = self.bases.base(to) + self.row(self.rank, slot) + spec.hidden_bytes + Int64(word) * 4
+                        there = self.bases.base(to) + self.row(self.rank, slot) + spec.sent_bytes + Int64(word) * 4
                         cute.arch.inline_ptx("st.relaxed.sys.global.b32 [{$r0}], {$r1};", read_only_args=[there, value])
             word += spec.threads
 
@@ -309,7 +321,7 @@ class DispatchBlock(Block):
                     value = cute.arch.inline_ptx(
                         "ld.relaxed.sys.global.b32 {$w0}, [{$r0}];",
                         write_only_types=[Int32],
-                        read_only_args=[row + spec.hidden_bytes + Int64(word) * 4],
+                        read_only_args=[row + spec.sent_bytes + Int64(word) * 4],
                     )
                     store_int(result + self.result(source, slot) * (4 * spec.top_k), value)
                     word += spec.threads

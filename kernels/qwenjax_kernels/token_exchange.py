@@ -28,7 +28,7 @@ MAX_VECTORS = 8  # of a row in a thread's registers
 
 class TokenExchange:
     """One call's sizes. ranks, units: of the heap (`token_exchange_layout`). dtype: BFloat16, Float16 or Float32 of the
-    rows, of `hidden` elements; tokens: the maximum of a rank. extra_bytes: what travels behind a row.
+    rows, of `hidden` elements; tokens: the maximum of a rank. slot_bytes: what travels of one, by default the row.
     timeout_ns: of each wait; trap: whether a failure stops the context (see `signals`).
 
     Raises ValueError for a call that the heap has no room for.
@@ -44,7 +44,7 @@ class TokenExchange:
         dtype: Any,
         tokens: int,
         hidden: int,
-        extra_bytes: int = 0,
+        slot_bytes: int = 0,
         timeout_ns: int = 60 * 10**9,
         trap: bool = True,
         max_blocks: int = MAX_BLOCKS,
@@ -53,7 +53,7 @@ class TokenExchange:
         self.ranks, self.dtype, self.tokens, self.hidden = ranks, dtype, tokens, hidden
         self.timeout_ns, self.trap = timeout_ns, trap
         self.hidden_bytes = hidden * dtype.width // 8
-        self.slot_bytes = self.hidden_bytes + extra_bytes
+        self.slot_bytes = slot_bytes or self.hidden_bytes
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"{tokens} tokens a rank; the kernel is for 1 to {MAX_TOKENS}")
         if self.hidden_bytes % VECTOR or self.hidden_bytes == 0:
@@ -91,11 +91,15 @@ class TokenExchange:
             if block == 0:
                 peers.count_collective(table)
 
-    def offsets(self) -> list[Int64]:
-        """Where the vectors of a thread lie in a row; past its end the last one once more, of the same bytes."""
+    def places(self) -> list[Int32]:
+        """The vectors of a thread; past the row's end the last one once more, of the same bytes."""
         thread, _, _ = cute.arch.thread_idx()
         places = [thread + u * self.threads for u in range(self.thread_vectors)]
-        return [Int64(cutlass.min(place, self.row_vectors - 1)) * VECTOR for place in places]
+        return [cutlass.min(place, self.row_vectors - 1) for place in places]
+
+    def offsets(self) -> list[Int64]:
+        """Where they lie in a row of dtype."""
+        return [Int64(place) * VECTOR for place in self.places()]
 
     def load_row(self, row: Int64) -> Words:
         """A thread's words of an operand's row."""

@@ -50,9 +50,14 @@ class ExchangeLayout:
         return self.rows + INBOXES * self.ranks * self.source_bytes
 
 
-def row_bytes(hidden_bytes: int, top_k: int) -> int:
+def row_bytes(sent_bytes: int, top_k: int) -> int:
     """What a dispatched token takes of its source's part of an inbox: the row, then ids and weights, 4 bytes each."""
-    return hidden_bytes + -(-8 * top_k // VECTOR) * VECTOR
+    return sent_bytes + -(-8 * top_k // VECTOR) * VECTOR
+
+
+def mxfp8_bytes(hidden: int) -> int:
+    """What a row of `hidden` elements takes as MXFP8: a byte an element, then a scale for each 32, in whole vectors."""
+    return hidden + -(-hidden // (32 * VECTOR)) * VECTOR
 
 
 def units_for(tokens: int, hidden_bytes: int, top_k: int) -> int:

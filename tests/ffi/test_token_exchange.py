@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives, token_exchange
+from qwenjax_ffi.activations import quantise_activations
 from qwenjax_ffi.implementation import KernelUnavailableError
 from qwenjax_ffi.symmetric_memory import SymmetricHeap, bytes_outside_xla
 from qwenjax_ffi.token_exchange import Dispatched, combine, dispatch
@@ -54,10 +55,20 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
 
     def send(
-        x: jax.Array, ids: jax.Array, weights: jax.Array, epochs: jax.Array, ranks: int, units: int, per_rank: int
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        epochs: jax.Array,
+        ranks: int,
+        units: int,
+        per_rank: int,
+        mxfp8: bool,
     ) -> tuple[jax.Array, ...]:
-        calls.append(("dispatch", ranks, units))
-        there, epochs = dispatch(x, ids, weights, per_rank, "data", epochs, implementation="reference")
+        calls.append(("dispatch MXFP8" if mxfp8 else "dispatch", ranks, units))
+        row_format: Any = "mxfp8" if mxfp8 else "model"
+        there, epochs = dispatch(
+            x, ids, weights, per_rank, "data", epochs, row_format=row_format, implementation="reference"
+        )
         return *there, epochs
 
     def bring(
@@ -142,6 +153,32 @@ def test_the_kernels_are_differentiated_as_the_references_are(called: list[tuple
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
         assert np.abs(wanted).max() > 0
     assert [name for name, *_ in called] == ["dispatch", "combine"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rows_travel_as_mxfp8_where_asked_and_arrive_as_they_are_quantised(
+    dtype: Any, called: list[tuple[Any, ...]]
+) -> None:
+    x, ids, weights = operands(dtype=dtype)
+    x = jnp.tile(x, (1, 1, 4))  # 32 elements a row
+
+    def call(row_format: Any, x: jax.Array, *others: jax.Array) -> Any:
+        *routes, epochs = others
+        return dispatch(x, *routes, PER_RANK, "data", epochs, row_format=row_format)[0]  # type: ignore[misc]
+
+    got = on_ranks(functools.partial(call, "mxfp8"), x, ids, weights, epochs_of(1))
+    assert called == ([("dispatch MXFP8", RANKS, 1)] if dtype == jnp.bfloat16 else [])
+    rounded = quantise_activations(x, "mxfp8")
+    expected = on_ranks(functools.partial(call, "model"), rounded, ids, weights, jnp.zeros((RANKS, 1), jnp.int32))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert (np.asarray(rounded) != np.asarray(x)).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=32, max_size=32))
+def test_rounding_to_mxfp8_once_more_changes_nothing(values: list[float]) -> None:
+    once = quantise_activations(jnp.asarray([values], jnp.bfloat16), "mxfp8")
+    np.testing.assert_array_equal(quantise_activations(once, "mxfp8"), once)
 
 
 def test_rows_behind_the_counts_are_not_read() -> None:

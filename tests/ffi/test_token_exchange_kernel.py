@@ -34,9 +34,11 @@ def mesh() -> Mesh:
     return process.gpu_mesh(1 << (min(found, 16).bit_length() - 1))
 
 
-def routed(implementation: Any, per_rank: int, epochs: jax.Array, x: jax.Array, ids: jax.Array, w: jax.Array) -> Any:
+def routed(
+    implementation: Any, per_rank: int, row_format: Any, epochs: jax.Array, x: jax.Array, ids: jax.Array, w: jax.Array
+) -> Any:
     """What arrives, with rows that no one reads made zeros, and what comes home of it."""
-    there, epochs = dispatch(x, ids, w, per_rank, "data", epochs, implementation=implementation)
+    there, epochs = dispatch(x, ids, w, per_rank, "data", epochs, row_format=row_format, implementation=implementation)
     used = (jnp.arange(x.shape[0]) < there.counts[:, None])[..., None]
     partial = jnp.where(used, there.x * jnp.sum(there.weights, -1, keepdims=True).astype(x.dtype), jnp.nan)
     home, _ = combine(partial, there.counts, there.slots, "data", epochs, implementation=implementation)
@@ -44,10 +46,16 @@ def routed(implementation: Any, per_rank: int, epochs: jax.Array, x: jax.Array, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "hidden", "top_k"),
-    [(jnp.bfloat16, 1, 2048, 8), (jnp.bfloat16, 64, 4096, 8), (jnp.float16, 7, 24, 3), (jnp.float32, 33, 128, 6)],
+    ("dtype", "tokens", "hidden", "top_k", "row_format"),
+    [
+        (jnp.bfloat16, 1, 2048, 8, "model"),
+        (jnp.bfloat16, 64, 4096, 8, "model"),
+        (jnp.float16, 7, 24, 3, "model"),
+        (jnp.float32, 33, 128, 6, "model"),
+        (jnp.bfloat16, 64, 4096, 8, "mxfp8"),
+    ],
 )
-def test_results_are_those_of_the_references(dtype: Any, tokens: int, hidden: int, top_k: int) -> None:
+def test_results_are_those_of_the_references(dtype: Any, tokens: int, hidden: int, top_k: int, row_format: Any) -> None:
     ranks = mesh().size
     per_rank = 64 // ranks
     draw = np.random.default_rng(tokens)
@@ -56,7 +64,7 @@ def test_results_are_those_of_the_references(dtype: Any, tokens: int, hidden: in
     x = draw.normal(size=(ranks * tokens, hidden)).astype(dtype)
     weights = draw.random(ids.shape).astype(np.float32)
     got, expected = (
-        process.on_ranks(mesh(), functools.partial(routed, implementation, per_rank), x, ids, weights)
+        process.on_ranks(mesh(), functools.partial(routed, implementation, per_rank, row_format), x, ids, weights)
         for implementation in ("kernel", "reference")
     )
     for name, a, b in zip(("x", "ids", "weights", "counts", "slots", "home"), got, expected, strict=True):
@@ -70,7 +78,7 @@ def test_more_tokens_than_the_heap_holds_are_refused_before_anything_runs() -> N
     x = jnp.zeros((mesh().size * 256, 4096), jnp.bfloat16)
     ids, weights = jnp.zeros((len(x), 8), jnp.int32), jnp.zeros((len(x), 8))
     with pytest.raises(KernelUnavailableError, match="256 tokens a rank of 8256 bytes each; the heap holds 127"):
-        process.on_ranks(mesh(), functools.partial(routed, "kernel", 64), x, ids, weights)
+        process.on_ranks(mesh(), functools.partial(routed, "kernel", 64, "model"), x, ids, weights)
 
 
 @pytest.mark.parametrize("late", [True, False])

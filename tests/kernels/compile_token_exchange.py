@@ -1,8 +1,8 @@
 """Compiles dispatch and combine without a GPU: `python compile_token_exchange.py '["dispatch", 2, ...]' ...`.
 
-Each argument is [kernel, ranks, dtype, tokens, hidden, top_k], or these with experts and blocks for the kernel as
-`exchange_ranks` runs it. The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT,
-CUTE_DSL_DUMP_DIR) says for what and which reports come out.
+Each argument is [kernel, ranks, dtype, tokens, hidden, top_k], the kernel "dispatch", "dispatch MXFP8" or "combine"; or
+these with experts and blocks for the kernel as `exchange_ranks` runs it. The environment (CUTE_DSL_ARCH,
+CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def lower(name: str, ranks: int, dtype: str, tokens: int, hidden: int, top_k: in
 
     epochs = array("int32", num_words(ranks, False, units))
     checks = cutlass.jax.get_export_disabled_safety_checks()
-    if name == "dispatch":
+    if name != "combine":
         call = jax.jit(
-            lambda x, ids, weights, epochs: kernels.dispatch(x, ids, weights, epochs, ranks, units, EXPERTS // ranks),
+            lambda x, ids, weights, epochs: kernels.dispatch(
+                x, ids, weights, epochs, ranks, units, EXPERTS // ranks, name != "dispatch"
+            ),
             donate_argnums=3,
         )
         operands = [array(dtype, tokens, hidden), array("int32", tokens, top_k), array("float32", tokens, top_k)]
@@ -49,8 +51,8 @@ if __name__ == "__main__":
         if len(case) == 8:
             from tests.kernels import exchange_ranks as exchange
 
-            compiled = {"dispatch": exchange.compiled_dispatch, "combine": exchange.compiled_combine}[case[0]]
-            compiled(exchange.Shape(*case[1:7]), max_blocks=case[7])
+            compiled = exchange.compiled_combine if case[0] == "combine" else exchange.compiled_dispatch
+            compiled(exchange.Shape(*case[1:7], mxfp8=case[0] == "dispatch MXFP8"), max_blocks=case[7])
         else:
             lower(*case)
         if "CUTE_DSL_DUMP_DIR" in os.environ:

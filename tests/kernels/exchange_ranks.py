@@ -1,4 +1,4 @@
-"""Dispatch and combine on GPUs without JAX, against their definition in numpy.
+"""Dispatch and combine on GPUs without JAX's calls, against their definition in numpy.
 
 As a program, one process of several: `python exchange_ranks.py PROCESS PROCESSES FOLDER ITERATIONS`, a rank each.
 """
@@ -14,12 +14,15 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
+import jax.numpy as jnp
 import numpy as np
 from cutlass import Int64
 
+from qwenjax_ffi.activations import quantise_activations
 from qwenjax_ffi.symmetric_memory_exchange import Rendezvous
 from qwenjax_kernels.token_combine import TokenCombine
 from qwenjax_kernels.token_dispatch import TokenDispatch
+from qwenjax_kernels.token_dispatch_mxfp8 import MXFP8TokenDispatch
 from qwenjax_kernels.token_exchange_layout import ExchangeLayout, units_for
 from tests.ffi.heap_process import FolderStore
 from tests.kernels.gpu_ranks import DTYPES, Ranks, call, compiled
@@ -29,7 +32,7 @@ NAN, JUNK = 0xFF, 0x77  # bytes that results are filled with before: NaN as floa
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call of `ranks` ranks."""
+    """Sizes of a call of `ranks` ranks; mxfp8: whether rows are dispatched as MXFP8."""
 
     ranks: int
     dtype: str
@@ -37,6 +40,7 @@ class Shape:
     hidden: int
     top_k: int
     experts: int
+    mxfp8: bool = False
 
     @property
     def per_rank(self) -> int:
@@ -78,7 +82,8 @@ def make_ranks(shape: Shape, rendezvous: Rendezvous | None = None, local: dict[i
 def compiled_dispatch(shape: Shape, **settings: Any) -> Any:
     """The kernel, as a function of (stream, x, table, ids, weights, the five results)."""
     settings = {"timeout_ns": 5 * 10**9, "trap": False} | settings
-    kernel = TokenDispatch(
+    kind = MXFP8TokenDispatch if shape.mxfp8 else TokenDispatch
+    kernel = kind(
         ranks=shape.ranks,
         units=shape.units,
         dtype=DTYPES[shape.dtype][0],
@@ -159,9 +164,13 @@ def routings(shape: Shape, seed: int) -> dict[str, np.ndarray]:
 
 @dataclass
 class Case:
-    """Operands of all ranks and what must come of them, by rank. partial: [ranks, ranks, tokens, hidden]."""
+    """Operands of all ranks and what must come of them, by rank: x arrives as `arrives`.
+
+    partial: [ranks, ranks, tokens, hidden].
+    """
 
     x: np.ndarray
+    arrives: np.ndarray
     ids: np.ndarray
     weights: np.ndarray
     partial: np.ndarray
@@ -178,7 +187,9 @@ class Case:
             tokens = np.flatnonzero(self.slots[source, :, rank] >= 0)
             n = len(tokens)
             told = f"of rank {source}, {where}"
-            np.testing.assert_array_equal(bits(x[source, :n]), bits(self.x[source, tokens]), err_msg=f"rows {told}")
+            np.testing.assert_array_equal(
+                bits(x[source, :n]), bits(self.arrives[source, tokens]), err_msg=f"rows {told}"
+            )
             np.testing.assert_array_equal(ids[source, :n], self.ids[source, tokens], err_msg=f"ids {told}")
             np.testing.assert_array_equal(weights[source, :n], self.weights[source, tokens], err_msg=f"weights {told}")
             assert (ids[source, n:] == -1).all(), f"unused ids {told}"
@@ -211,7 +222,8 @@ def make_case(shape: Shape, ids: np.ndarray, seed: int, integers: bool) -> Case:
             out[source, goes] += partial[to, source, : goes.sum()].astype(np.float32)
             partial[to, source, goes.sum() :] = np.nan  # nor what lies behind the last row
     counts = (slots >= 0).sum(1, dtype=np.int32).T.copy()
-    return Case(x, ids, weights, partial, slots, counts, out.astype(dtype))
+    arrives = np.asarray(quantise_activations(jnp.asarray(x), "mxfp8")) if shape.mxfp8 else x
+    return Case(x, arrives, ids, weights, partial, slots, counts, out.astype(dtype))
 
 
 class Layer:

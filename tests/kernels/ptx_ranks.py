@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_BYTES, RECORD_WORD, num_words
@@ -56,6 +57,18 @@ class RankBlock(Block):
         a, b = (self.read(warp, operand, instruction.dtype) for operand in instruction.operands[1:3])
         products = [int(x) * int(y) >> 8 * a.dtype.itemsize for x, y in zip(a, b, strict=True)]
         self.write(warp, instruction.operands[0], np.asarray(products, a.dtype), lanes)
+
+    def do_cvt(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        source = instruction.operands[-1]
+        if parts[-2:] == ["f16x2", "e4m3x2"]:
+            pair = self.read(warp, source, "b16").view(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+            self.write(warp, instruction.operands[0], pair.view(np.uint32), lanes)
+        elif parts[-2:] == ["f32", "f16"]:
+            self.write(
+                warp, instruction.operands[0], self.read(warp, source, "b16").view(np.float16).astype(np.float32), lanes
+            )
+        else:
+            super().do_cvt(warp, instruction, parts, lanes)
 
     def do_trap(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         raise EmulationError("the kernel gave up")

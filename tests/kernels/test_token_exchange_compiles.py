@@ -15,7 +15,8 @@ from tests.kernels.test_all_reduce_compiles import ARCHITECTURES, EPOCHS, compil
 COMPILE = Path(__file__).with_name("compile_token_exchange.py")
 
 Case = tuple[str, int, str, int, int, int]  # kernel, ranks, dtype, tokens, hidden, top_k
-FAST: tuple[Case, ...] = (("dispatch", 2, "bfloat16", 64, 4096, 8), ("combine", 2, "bfloat16", 64, 4096, 8))
+FAST: tuple[Case, ...] = tuple((name, 2, "bfloat16", 64, 4096, 8) for name in ("dispatch", "combine"))
+MXFP8: tuple[Case, ...] = (("dispatch MXFP8", 2, "bfloat16", 64, 4096, 8),)
 SLOW: list[Case] = [
     (name, ranks, dtype, tokens, hidden, 8)
     for name in ("dispatch", "combine")
@@ -23,12 +24,18 @@ SLOW: list[Case] = [
     for dtype in ("bfloat16", "float16", "float32")
     for tokens, hidden in ((1, 2048), (64, 4096), (1024, 7168))
 ]
+SLOW += [("dispatch MXFP8", ranks, "bfloat16", 64, hidden, 8) for ranks in (2, 4, 8, 16) for hidden in (2048, 7168)]
 
-# The kernels of test_token_exchange_emulated, in its order; experts and blocks behind the rest.
-EMULATED = tuple((name, 3, "float32", 4, 132, 2, 9, 3) for name in ("dispatch", "combine"))
+# The kernels that test_token_exchange_emulated runs by default, dispatch and combine of each case; experts and blocks
+# behind the rest.
+EMULATED: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "three ranks": tuple((name, 3, "float32", 4, 132, 2, 9, 3) for name in ("dispatch", "combine")),
+    "MXFP8 rows": tuple((name, 2, "bfloat16", 3, 1056, 2, 8, 2) for name in ("dispatch MXFP8", "combine")),
+}
+ALL_EMULATED = tuple(case for cases in EMULATED.values() for case in cases)
 
 # What peers see: rows, then a flag each after a fence of the whole system; the waits for it.
-PUSH = ["st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.b64"]
+PUSH = ["st.relaxed.sys.global.v", "ld.relaxed.sys.global.v", "st.relaxed.sys.global.b64"]
 
 
 @functools.cache
@@ -48,7 +55,8 @@ def check(cases: tuple[Case, ...], architecture: str, others: tuple[tuple[Any, .
         assert f".target {architecture}" in ptx
         for instruction in [*EPOCHS, *PUSH]:
             assert instruction in ptx, (name, instruction)
-        assert ("vote.sync.ballot" in ptx) == (name == "dispatch")
+        assert ("vote.sync.ballot" in ptx) == (name != "combine")
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == ("cvt.rn.f16x2.e4m3x2" in ptx) == (name == "dispatch MXFP8")
         # The block's barrier, the fence, the flag: what its threads stored is there before the flag is.
         assert re.search(r"bar\S*\.sync[^@]*?.*?fence\.acq_rel\.sys;.*?st\.relaxed\.sys\.global\.b64", ptx, re.DOTALL)
         # Every wait looks at the clock, and a failure stops the kernel.
@@ -58,12 +66,12 @@ def check(cases: tuple[Case, ...], architecture: str, others: tuple[tuple[Any, .
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_without_spills_to_system_scope_accesses(architecture: str) -> None:
-    check(FAST, architecture, EMULATED if architecture == "sm_90a" else ())
+    check(*((FAST, architecture, ALL_EMULATED) if architecture == "sm_90a" else (FAST + MXFP8, architecture)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.parametrize("name", ["dispatch", "dispatch MXFP8", "combine"])
 def test_every_form_compiles(name: str, architecture: str) -> None:
     check(tuple(case for case in SLOW if case[0] == name), architecture)
 
@@ -92,6 +100,16 @@ def test_a_call_that_does_not_fit_is_an_error(changes: dict[str, Any], message: 
 
     with pytest.raises(ValueError, match=message):
         TokenCombine(**arguments_of(**changes))
+
+
+def test_mxfp8_rows_are_of_bfloat16_in_blocks_of_32() -> None:
+    from cutlass import Float32
+
+    from qwenjax_kernels.token_dispatch_mxfp8 import MXFP8TokenDispatch
+
+    for changes in ({"hidden": 4112}, {"dtype": Float32}):
+        with pytest.raises(ValueError, match="MXFP8 rows are made of multiples of 32 BFloat16"):
+            MXFP8TokenDispatch(**arguments_of(**changes), top_k=8, experts_per_rank=64)
 
 
 def test_another_call_has_another_tag() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("exchange_ranks.py")
 ROOT = PROGRAM.parents[2]
 
-# ranks, dtype, tokens, hidden, top_k, experts
+# ranks, dtype, tokens, hidden, top_k, experts, MXFP8 rows
 SHAPES = [
     (2, "bfloat16", 1, 8, 1, 2),
     (2, "bfloat16", 64, 4096, 8, 128),
@@ -26,11 +27,13 @@ SHAPES = [
     (2, "bfloat16", 300, 1000, 6, 64),
     (4, "bfloat16", 64, 4096, 8, 128),
     (4, "float32", 5, 24, 3, 8),
+    (2, "bfloat16", 64, 4096, 8, 128, True),
+    (4, "bfloat16", 7, 1056, 3, 8, True),
 ]
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_rows_arrive_and_sums_come_home_for_every_routing(sizes: tuple[int, str, int, int, int, int]) -> None:
+def test_rows_arrive_and_sums_come_home_for_every_routing(sizes: tuple[Any, ...]) -> None:
     from tests.kernels import exchange_ranks as exchange
 
     shape = exchange.Shape(*sizes)
