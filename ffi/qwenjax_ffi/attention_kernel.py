@@ -67,8 +67,6 @@ def paged_attention(
     *,
     splits: Splits | None = None,
     num_blocks: int = H200_SMS,
-    overlap: bool = True,
-    stages: int | None = None,
 ) -> jax.Array:
     """`qwenjax_ffi.attention.paged_attention` for what `unsupported` lets pass. Raises ValueError for anything else.
 
@@ -92,8 +90,6 @@ def paged_attention(
         max_pages,
         splits,
         num_blocks,
-        overlap,
-        stages,
     )
     partial = (batch, kv_heads, splits.max_splits, tokens * q_heads // kv_heads)
     from cutlass.jax import cutlass_call
@@ -177,8 +173,6 @@ def _launcher(
     max_pages: int,
     splits: Splits,
     num_blocks: int,
-    overlap: bool,
-    stages: int | None,
 ) -> Any:
     """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
     import cutlass
@@ -198,8 +192,6 @@ def _launcher(
         max_pages=max_pages,
         splits=splits,
         num_blocks=num_blocks,
-        overlap=overlap,
-        stages=stages,
     )
 
     @cute.jit

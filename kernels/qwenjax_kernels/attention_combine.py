@@ -30,7 +30,6 @@ class AttentionCombine:
         q_heads: int,
         head_dim: int,
         work: AttentionWork,
-        overlap: bool,
     ) -> None:
         self.dtype = dtype
         self.tokens = tokens
@@ -40,7 +39,6 @@ class AttentionCombine:
         self.head_dim = head_dim
         self.results = batch * tokens * q_heads
         self.work = work
-        self.overlap = overlap
 
     @cute.jit
     def launch(
@@ -56,7 +54,7 @@ class AttentionCombine:
             grid=[-(-self.results // WARPS), 1, 1],
             block=[WARPS * WARP, 1, 1],
             stream=stream,
-            use_pdl=self.overlap,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -89,8 +87,7 @@ class AttentionCombine:
         max_splits = self.work.splits.max_splits
         first = (Int64(sequence) * self.work.kv_heads + Int64(head)) * (max_splits * self.rows) + Int64(row)
 
-        if cutlass.const_expr(self.overlap):
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         top = Float32(-1e30)
         total = Float32(0.0)
         if lane < splits:

@@ -62,8 +62,6 @@ class PagedAttention:
         max_pages: int,
         splits: Splits,
         num_blocks: int,
-        stages: int | None = None,
-        overlap: bool = True,
     ) -> None:
         self.dtype = dtype
         self.tokens = tokens
@@ -85,9 +83,8 @@ class PagedAttention:
         self.consumers = self.row_tiles * self.key_warps
         self.row_bytes = head_dim * 2
         self.tile_bytes = TILE_KEYS * self.row_bytes
-        self.stages = stages or attention_splits.stages(self.rows, head_dim, batch)
+        self.stages = attention_splits.stages(self.rows, head_dim, batch)
         self.exchange_bytes = attention_splits.exchange_bytes(self.rows, head_dim)
-        self.overlap = overlap
         self.work = AttentionWork(batch=batch, tokens=tokens, kv_heads=kv_heads, splits=splits)
         self.combine = AttentionCombine(
             dtype=dtype,
@@ -96,7 +93,6 @@ class PagedAttention:
             q_heads=q_heads,
             head_dim=head_dim,
             work=self.work,
-            overlap=overlap,
         )
 
     @cute.jit
@@ -165,8 +161,7 @@ class PagedAttention:
                     cute.arch.mbarrier_init(empty + stage, self.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.overlap):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()  # the second kernel's blocks wait beside these
 
         start, stop = self.work.share(block, self.num_blocks, tile_end, lane)
         if warp < PRODUCER_WARPS:
