@@ -1,7 +1,8 @@
 """The engine on one GPU: the small model's tokens against a CPU's, and steps of Qwen3-30B-A3B's shapes.
 
     python bench/engine_gpu.py ids [--record NAME]
-    python bench/engine_gpu.py steps [--quantization mxfp8] [--batches 1 16 64 256] [--drafts 0] [--record NAME]
+    python bench/engine_gpu.py steps [--quantization mxfp8] [--batches 1 16 64 256] [--drafts 0] [--budgets 2048 8192]
+                                     [--engine] [--profile] [--record NAME]
 
 ids: configs/tiny draws greedily on the GPU, in float32 and bfloat16, what it draws on a CPU in float32. The rule of
 margins: where the two part, the CPU's own choice was ahead of the next by less than TOLERANCE (nats).
@@ -17,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +134,9 @@ def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -
     return function.trace(model.state, slots, columns.table(rows)).lower().compile()
 
 
-def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any, context: int = CONTEXT) -> float:
+def decode_step_seconds(
+    model: ShardedModel, config: EngineConfig, program: Any, context: int = CONTEXT, profile: bool = False
+) -> float:
     """Of the device, at a context of `context` in every slot, with the most drafts: random weights accept none of them,
     so that a step draws one token and what is measured is the cost."""
     batch, num_drafts = config.max_num_seqs, config.num_speculative_tokens
@@ -157,7 +163,31 @@ def decode_step_seconds(model: ShardedModel, config: EngineConfig, program: Any,
         slots, drawn = program(model.state, slots, table)
         np.asarray(drawn.tokens)
 
-    return median_seconds(call, 5) / STEPS
+    seconds = median_seconds(call, 5) / STEPS
+    if profile:
+        for name, (milliseconds, count) in kernel_times(call).items():
+            say(f"{milliseconds / STEPS:>10.3f} ms in {count // STEPS:>4} of {name[:100]}")
+    return seconds
+
+
+def kernel_times(call: Callable[[], None], most: int = 20) -> dict[str, tuple[float, int]]:
+    """What a GPU does in a call, as JAX's profiler sees it: milliseconds and launches by kernel, the longest first."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        (file,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    named = [event for event in events if event.get("ph") == "M"]
+    gpus = {e["pid"] for e in named if e["name"] == "process_name" and "/device:GPU" in e["args"]["name"]}
+    streams = {
+        (e["pid"], e["tid"]) for e in named if e["name"] == "thread_name" and e["args"]["name"].startswith("Stream")
+    }
+    found: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.get("ph") == "X" and event["pid"] in gpus and (event["pid"], event["tid"]) in streams:
+            milliseconds, count = found.get(event["name"], (0.0, 0))
+            found[event["name"]] = milliseconds + event["dur"] / 1e3, count + 1
+    return dict(sorted(found.items(), key=lambda item: -item[1][0])[:most])
 
 
 def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[float, float, int]:
@@ -177,7 +207,12 @@ def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[
 
 
 def measure_steps(
-    quantization: str | None, batches: list[int], drafts: list[int], budgets: list[int], through_engine: bool
+    quantization: str | None,
+    batches: list[int],
+    drafts: list[int],
+    budgets: list[int],
+    through_engine: bool,
+    profile: bool = False,
 ) -> None:
     from random_weights import random_weights
 
@@ -209,7 +244,8 @@ def measure_steps(
         say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM")
         for (batch, count), sizes in decodes.items():
             try:
-                seconds = decode_step_seconds(model, sizes, programs["decode", (batch, count)].result())
+                program = programs["decode", (batch, count)].result()
+                seconds = decode_step_seconds(model, sizes, program, profile=profile)
                 limits = f"{roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')}" if not count else "     |"
                 say(f"{batch:>29} | {count:>6} | {seconds * 1e3:>9.2f} | {limits}")
             except Exception as error:  # a batch that does not fit leaves the others to be measured
@@ -251,10 +287,15 @@ def main() -> None:
     parser.add_argument("--dump", action="store_true", help="print this backend's outputs as JSON")
     parser.add_argument("--expected", type=Path, help="what --dump printed on a CPU, to save the time")
     parser.add_argument("--engine", action="store_true", help="steps through the engine, too")
+    parser.add_argument("--profile", action="store_true", help="the kernels of each decode step, before its line")
     parser.add_argument("--quantization", choices=["mxfp8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0])
+<<<<<<< HEAD
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048, 8192], help="prefill calls; none: no prefill")
+=======
+    parser.add_argument("--budgets", type=int, nargs="*", default=[2048, 8192])
+>>>>>>> f3d8c22 (The engine's benchmark on a GPU can list the kernels of a decode step)
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
     if arguments.dump:
@@ -266,7 +307,12 @@ def main() -> None:
             compare_ids(arguments.expected)
         else:
             measure_steps(
-                arguments.quantization, arguments.batches, arguments.drafts, arguments.budgets, arguments.engine
+                arguments.quantization,
+                arguments.batches,
+                arguments.drafts,
+                arguments.budgets,
+                arguments.engine,
+                arguments.profile,
             )
 
 

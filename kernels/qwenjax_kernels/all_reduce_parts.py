@@ -12,7 +12,6 @@ from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels.heap_layout import (
     INBOX_BYTES,
-    LINE,
     MAX_BLOCKS,
     MAX_RANKS,
     STAGED_BYTES,
@@ -266,7 +265,6 @@ class TwoShotPart(Part):
     @cute.jit
     def run(self, tiles: Int32) -> None:
         """`all_reduce_protocol.TWO_SHOT`."""
-        self.tiles = tiles
         if self.block == 0:
             self.watch.tell(self.thread - LAST_WARP)
         for i in range(tiles + protocol.LAST_LAG):
@@ -334,8 +332,8 @@ class TwoShotPart(Part):
             places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
             loaded = [vectors.load_operand(self.x + Int64(first + place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
-                # Past the end it is the last vector once more: the same bytes, and no branch between the loads.
-                vectors.store_shared_memory(self.transport.staging_address(ring, places[u], each), loaded[u])
+                if v + u * THREADS < fast:
+                    vectors.store_shared_memory(self.transport.staging_address(ring, places[u], each), loaded[u])
             v += UNROLL * THREADS
         v = fast + self.thread
         while v < count - skipped:
@@ -392,23 +390,12 @@ class TwoShotPart(Part):
     @cute.jit
     def collect(self, i: Int32) -> None:
         """Writes tile i of the results out, but for what `reduce` wrote there itself."""
-        if i + protocol.LAST_LAG + 1 < self.tiles:
-            self.prefetch(i + protocol.LAST_LAG + 1)
         first, count = self.extent(i)
         ring = self.own + self.results + Int64(protocol.slot(i)) * TILE_BYTES
         if cutlass.const_expr(self.spec.row > 0):
             self.collect_rows(ring, first, count)
         else:
             self.collect_vectors(ring, first, count)
-
-    @cute.jit
-    def prefetch(self, i: Int32) -> None:
-        """Brings tile i of x to the L2, before the next turn stages it."""
-        first, count = self.extent(i)
-        v = self.thread * (LINE // VECTOR)
-        while v < count:
-            vectors.prefetch(self.x + Int64(first + v) * VECTOR)
-            v += THREADS * (LINE // VECTOR)
 
     @cute.jit
     def collect_vectors(self, ring: Int64, first: Int32, count: Int32) -> None:
@@ -421,7 +408,8 @@ class TwoShotPart(Part):
             places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
             loaded = [vectors.load_shared_memory(ring + Int64(place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
-                vectors.store_result(self.out + Int64(first + places[u]) * VECTOR, loaded[u])
+                if v + u * THREADS < fast:
+                    vectors.store_result(self.out + Int64(first + places[u]) * VECTOR, loaded[u])
             v += UNROLL * THREADS
         v = fast + self.thread
         while v < count - skipped:

@@ -57,11 +57,6 @@ def load_flagged(first: Int64, second: Int64) -> tuple[Words, Words]:
     return list(loaded[:4]), list(loaded[4:])
 
 
-def prefetch(address: Int64) -> None:
-    """The line of an address, to the L2."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
 def select(condition: Any, chosen: Words, other: Words) -> Words:
     """`chosen` where the condition (a Boolean) holds, else `other`, without a branch."""
     return list(
