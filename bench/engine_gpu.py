@@ -291,11 +291,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["mxfp8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0])
-<<<<<<< HEAD
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048, 8192], help="prefill calls; none: no prefill")
-=======
-    parser.add_argument("--budgets", type=int, nargs="*", default=[2048, 8192])
->>>>>>> f3d8c22 (The engine's benchmark on a GPU can list the kernels of a decode step)
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
     if arguments.dump:
