@@ -25,9 +25,9 @@ from qwenjax_ffi.all_reduce_choice import choose_algorithm
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_ffi.norm import rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
-from qwenjax_ffi.symmetric_memory_exchange import SymmetricMemoryUnavailable
+from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
-from qwenjax_kernels.heap_layout import MAX_RANKS, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
+from qwenjax_kernels.heap_layout import MAX_RANKS, RANK_WORD, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,26 @@ def _make_heap(mesh: Mesh, axis_name: str, units: int) -> SymmetricHeap | None:
             "no symmetric memory over %s: %s. Collectives there run as XLA's (psum, all_to_all)", axis_name, error
         )
         return None
+
+
+def unarmed(epochs: jax.Array, ranks: int) -> jax.Array:
+    """An epoch array of all ranks with which kernels return at once and write nothing, as `SymmetricHeap.epochs` says.
+
+    epochs: int32 [ranks * words]; returned as it is where no heap is behind it.
+    """
+    words = epochs.reshape(ranks, -1)
+    return epochs if words.shape[1] == 1 else words.at[:, RANK_WORD].set(-(1 << 31)).reshape(-1)
+
+
+def peer_failure(mesh: Mesh) -> PeerError | None:
+    """What a collective of this process on the mesh failed with, where it gave up waiting for a rank."""
+    for (of, *_), heap in _heaps.items():
+        if of == mesh and heap is not None:
+            try:
+                heap.check()
+            except PeerError as error:
+                return error
+    return None
 
 
 def advance(epochs: jax.Array) -> jax.Array:

@@ -25,13 +25,14 @@ from qwenjax.engine.processes import Follower, Leader, meet
 from qwenjax.engine.programs import Drawn, Programs, spans_processes
 from qwenjax.engine.schedule import Decode, Prefill, Row, Scheduler
 from qwenjax.engine.sequence import Request, Sequence, logprob_entry
-from qwenjax.engine.slots import create_slots
+from qwenjax.engine.slots import Slots, create_slots
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.outputs import EngineStats, RequestOutput, SpeculationStats
-from qwenjax.sampling import TopLogprobs, new_seed
+from qwenjax.sampling import SamplingRow, TopLogprobs, new_seed
 from qwenjax.sampling_params import SamplingParams, validate_for
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
+from qwenjax_ffi.collectives import peer_failure, unarmed
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,7 @@ class Engine:
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.ranks = model.mesh.shape[DATA]
-        self._slots = create_slots(
-            model.config,
-            model.mesh,
-            slots_per_rank=config.max_num_seqs,
-            pages_per_rank=config.num_pages,
-            max_pages=config.max_pages,
-            page_size=config.page_size,
-            dtype=model.dtype,
-            num_drafts=config.num_speculative_tokens,
-        )
+        self._slots = self._idle_slots()
         self.speculation = SpeculationStats.of(config.num_speculative_tokens)
         self.scheduler = Scheduler(config, self.ranks)
         self._compiled: dict[Program, Any] = {}
@@ -88,6 +80,19 @@ class Engine:
         self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._num_aborts = 0
         self._decode_batch = (0,) * self.ranks
         self._logged = (time.monotonic(), 0, 0)
+
+    def _idle_slots(self) -> Slots:
+        config = self.config
+        return create_slots(
+            self.model.config,
+            self.model.mesh,
+            slots_per_rank=config.max_num_seqs,
+            pages_per_rank=config.num_pages,
+            max_pages=config.max_pages,
+            page_size=config.page_size,
+            dtype=self.model.dtype,
+            num_drafts=config.num_speculative_tokens,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -205,8 +210,11 @@ class Engine:
             with self._end.stepping() if isinstance(self._end, Leader) else nullcontext():
                 return self._step()
         except Exception as error:
-            self._failure = error
-            raise
+            # A kernel that gave up waiting for a rank fails as a launch; the heap knows which rank.
+            self._failure = peer_failure(self.model.mesh) or error
+            if self._failure is error:
+                raise
+            raise self._failure from error
 
     def _step(self) -> list[RequestOutput]:
         with uninterrupted():
@@ -263,8 +271,33 @@ class Engine:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._compiled.clear()
                 raise
+        if len(self.model.mesh.local_devices) > 1:
+            self._load_kernels()
         if spans_processes(self.model.mesh):
             self._end = meet()
+
+    def _load_kernels(self) -> None:
+        """Runs every program once over nothing, with collectives that return at once.
+
+        Loading a kernel waits for what runs on the process's GPUs, which may wait for the kernel (docs/collectives.md):
+        all have to be loaded before the first that waits. The slots are made anew, since the results mean nothing.
+        """
+        epochs = unarmed(self._slots.epochs, self.model.mesh.size)
+        if epochs is self._slots.epochs:
+            return
+        self._slots = replace(self._slots, epochs=epochs)
+        for name, size in self._compiled:
+            if name in ("prefill", "begin"):
+                prompts = Prefill(size, [])
+                rows = prefill_table(self.config, self.ranks, prompts, _no_sampling, False, False)
+                self._run_prefill(prompts, self._placed(rows))
+            elif name == "decode":
+                batch, num_drafts = size
+                lanes = decode_table(self.config, self.ranks, Decode(batch, num_drafts, 1, []), False)
+                self._run((name, size), self._placed(lanes))
+        jax.block_until_ready(self._slots)
+        jax.tree.map(lambda leaf: leaf.delete(), self._slots)
+        self._slots = self._idle_slots()
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         """Every program that the engine runs, ready to be compiled."""
@@ -497,3 +530,7 @@ def _at(logprobs: TopLogprobs, index: int | tuple[int, ...]) -> TopLogprobs:
 
 def _logprobs_at(found: dict[str, Any], index: int | tuple[int, ...]) -> TopLogprobs | None:
     return _at(found["logprobs"], index) if "logprobs" in found else None
+
+
+def _no_sampling(row: Row) -> SamplingRow:
+    raise AssertionError(f"a call over nothing has a row: {row}")

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from qwenjax_ffi import collectives
 from qwenjax_ffi.implementation import KernelUnavailableError
 from qwenjax_ffi.norm import rms_norm
-from qwenjax_ffi.symmetric_memory_exchange import SymmetricMemoryUnavailable
-from qwenjax_kernels.heap_layout import num_words
+from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
+from qwenjax_kernels.heap_layout import RANK_WORD, num_words
 
 RANKS = 4
 BY_RANK = PartitionSpec(("data", "model"))
@@ -113,6 +113,26 @@ def test_a_message_of_two_to_the_31_elements_is_left_to_xla(called: list[tuple[A
         trace("kernel", 1 << 21)
     trace("auto", (1 << 21) - 1)
     assert [name for name, *_ in called] == ["all_reduce_rms_norm", "all_reduce"]
+
+
+def test_unarmed_epochs_differ_in_the_rank_alone() -> None:
+    before = heap_epochs().reshape(-1)
+    after = np.asarray(collectives.unarmed(before, RANKS)).reshape(RANKS, -1)
+    changed = np.argwhere(after != np.asarray(before).reshape(RANKS, -1))
+    assert changed.tolist() == [[rank, RANK_WORD] for rank in range(RANKS)]
+    assert (after[:, RANK_WORD] < 0).all()
+    none_behind = jnp.zeros(RANKS, jnp.int32)
+    assert collectives.unarmed(none_behind, RANKS) is none_behind
+
+
+def test_what_a_collective_failed_with_is_found_by_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed:
+        def check(self) -> None:
+            raise PeerError("rank 1 did not come")
+
+    monkeypatch.setattr(collectives, "_heaps", {(mesh(), "model", 0): Failed(), (mesh(RANKS, 1), "data", 0): None})
+    assert str(collectives.peer_failure(mesh())) == "rank 1 did not come"
+    assert collectives.peer_failure(mesh(RANKS, 1)) is None
 
 
 @pytest.mark.parametrize("implementation", ["auto", "kernel"])

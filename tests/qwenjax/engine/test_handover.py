@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from qwenjax import RequestOutput, SamplingParams
+from qwenjax.engine import engine as engine_module
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.engine import Engine
 from qwenjax.engine.handover import Arrived, DecodeEngine, PrefillEngine, StagedPages, kv_layout, num_planes
@@ -186,6 +187,25 @@ def test_outputs_equal_those_of_one_engine(
     assert pair.decode.num_prefill_calls == 0
     assert pair.prefill.num_decode_calls == 0
     assert not any(name == "prefill" for name, _ in pair.decode._compiled)
+    assert_idle(pair)
+
+
+def test_loading_kernels_runs_all_that_communicates_and_leaves_idle_slots(
+    pair: Pair, expected: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "unarmed", lambda epochs, ranks: epochs + 0)  # no heap on a CPU
+    for engine in (pair.prefill, pair.decode):
+        if not engine._compiled:
+            engine.warm_up(progress=False)
+        engine.clear_prefix_cache()
+        ran = list[Any]()
+        with monkeypatch.context() as patch:
+            run = engine._run
+            patch.setattr(engine, "_run", lambda program, *a, run=run, ran=ran: ran.append(program) or run(program, *a))
+            engine._load_kernels()
+        assert set(ran) == {program for program in engine._compiled if program[0] not in ("gather", "scatter", "admit")}
+    results = pair.generate({"after loading": REQUESTS["greedy"]})
+    assert results["after loading"].outputs[0].token_ids == expected["greedy"].outputs[0].token_ids
     assert_idle(pair)
 
 
