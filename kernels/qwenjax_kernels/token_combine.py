@@ -11,7 +11,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import peers, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
@@ -47,14 +47,14 @@ class TokenCombine(TokenExchange):
             bases: cute.struct.MemRange[Int64, self.ranks]
             epoch: cute.struct.MemRange[Int64, 1]
             places: cute.struct.MemRange[Int32, self.block_tokens * self.ranks]
-            counts: cute.struct.MemRange[Int32, self.ranks]
+            received: cute.struct.MemRange[Int32, self.ranks]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         shared = (
             storage.bases.data_ptr().toint(),
             storage.epoch.data_ptr().toint(),
             storage.places.data_ptr().toint(),
-            storage.counts.data_ptr().toint(),
+            storage.received.data_ptr().toint(),
         )
         if peers.this_rank(table) >= 0:
             self.run(table, (partial, counts, slots, out), shared)
@@ -75,7 +75,7 @@ class TokenCombine(TokenExchange):
         CombineBlock(common, operands, shared[3], first).run()
 
     @cute.jit
-    def read_places(self, counts: Int64, slots: Int64, places: Int32, shared_counts: Int32) -> None:
+    def read_places(self, counts: Int64, slots: Int64, places: Int32, received: Int32) -> None:
         """Copies the slots of the block's own tokens, and the counts, to shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -86,7 +86,7 @@ class TokenCombine(TokenExchange):
             store_shared(places + pair * 4, slot)
             pair += self.threads
         if thread < self.ranks:
-            store_shared(shared_counts + thread * 4, load_int(counts + Int64(thread) * 4))
+            store_shared(received + thread * 4, load_int(counts + Int64(thread) * 4))
 
     def partial_row(self, partial: Int64, peer: Any, slot: Any) -> Int64:
         """The address of what this rank made of a peer's token."""
@@ -98,12 +98,10 @@ class CombineBlock(Block):
 
     actions = protocol.COMBINE
 
-    def __init__(
-        self, common: tuple[Any, ...], operands: tuple[Int64, ...], shared_counts: Int32, first: Words
-    ) -> None:
+    def __init__(self, common: tuple[Any, ...], operands: tuple[Int64, ...], received: Int32, first: Words) -> None:
         super().__init__(*common)
         self.partial, _, _, self.out = operands
-        self.shared_counts, self.first = shared_counts, first  # the thread's words of the block's first item
+        self.received, self.first = received, first  # first: the thread's words of the block's first item
 
     @cute.jit
     def push(self) -> None:
@@ -116,13 +114,6 @@ class CombineBlock(Block):
                 if i > 0:
                     words = self.spec.load_row(self.spec.partial_row(self.partial, peer, slot))
                 self.spec.push_row(self.bases.base(peer) + self.row(self.rank, slot), words)
-
-    def item(self, i: Int32) -> tuple[Int32, Int32, Boolean]:
-        """The block's i-th item: whose, which slot of it, and whether that has a row."""
-        item = i * self.spec.grid + self.block
-        peer = protocol.peer_of(item, self.rank, self.spec.ranks)
-        slot = protocol.slot_of(item, self.spec.ranks)
-        return peer, slot, slot < load_shared(self.shared_counts + peer * 4)
 
     @cute.jit
     def signal(self) -> None:

@@ -297,13 +297,6 @@ class DispatchBlock(Block):
             i += spec.threads
         cute.arch.sync_threads()
 
-    def item(self, i: Int32) -> tuple[Int32, Int32, Boolean]:
-        """The block's i-th item: whose, which slot of it, and whether a row comes there."""
-        item = i * self.spec.grid + self.block
-        source = protocol.peer_of(item, self.rank, self.spec.ranks)
-        slot = protocol.slot_of(item, self.spec.ranks)
-        return source, slot, slot < load_shared(self.received + source * 4)
-
     @cute.jit
     def collect(self) -> None:
         """Copies the rows of the block's items out, and marks the slots that have none; so also the own ones."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
@@ -129,11 +129,12 @@ class TokenExchange:
 class Block:
     """A block's view of the heap in one call.
 
-    places: the address in shared memory of int32 [block_tokens, ranks], the slots of the block's own tokens at each
-    rank, -1 where a token does not go there.
+    In shared memory: places, int32 [block_tokens, ranks], the slots of the block's own tokens at each rank, -1 where a
+    token does not go there; received, int32 [ranks], how many tokens each rank has dispatched to this one.
     """
 
     actions: tuple[str, ...]
+    received: Int32
 
     def __init__(self, spec: Any, bases: peers.Bases, table: Int64, rank: Int32, epoch: Int64, places: Int32) -> None:
         self.spec, self.bases, self.rank, self.epoch, self.places = spec, bases, rank, epoch, places
@@ -166,6 +167,13 @@ class Block:
     def rounds(self, items: int) -> Int32:
         """How many of `items` items are this block's."""
         return (items - self.block + (self.spec.grid - 1)) // self.spec.grid
+
+    def item(self, i: Int32) -> tuple[Int32, Int32, Boolean]:
+        """The block's i-th item: whose token, which slot of theirs, and whether there is one in it."""
+        item = i * self.spec.grid + self.block
+        source = protocol.peer_of(item, self.rank, self.spec.ranks)
+        slot = protocol.slot_of(item, self.spec.ranks)
+        return source, slot, slot < load_shared(self.received + source * 4)
 
     def row(self, source: Any, slot: Any) -> Int64:
         """The offset of a row in the inbox of the rank that it goes to."""
