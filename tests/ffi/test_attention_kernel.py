@@ -25,6 +25,7 @@ SHAPES: list[Shape] = [
     (4, 8, 4, 128, 64, jnp.bfloat16),
     (8, 8, 1, 128, 64, jnp.bfloat16),
     (8, 16, 2, 128, 64, jnp.bfloat16),
+    (16, 8, 1, 128, 64, jnp.bfloat16),
     (1, 1, 2, 128, 16, jnp.bfloat16),
     (3, 2, 2, 64, 32, jnp.float16),
     (1, 16, 4, 128, 128, jnp.float16),
