@@ -4,11 +4,12 @@
     python bench/expert_parallel.py --predict MEASURED.txt ... [--out NAME]
 
 Prefill with tokens on every rank, for the share of Qwen3-235B's experts (128 experts, top-8, hidden 4096) that a rank
-of EP = 1, 2 and 4 has, with random routing: sorting a rank's rows, copying them (bf16, and quantised to MXFP8), adding
-up a token's rows. A row each: microseconds a call, the bytes that have to move, the time that the copy bandwidth
-measured in the same run gives them, the share of it reached, and XLA's time for the reference. Then the same at a
-decode batch, where what counts is the launch. With two GPUs or more, also the sum with the all-reduce over the ranks
-that follows it, against XLA's sum and `psum`. Results are compared with the references' before they are timed.
+of EP = 1, 2 and 4 has, with random routing: sorting a rank's rows, copying them (from bf16 to MXFP8 tiles, as on
+Blackwell), adding up a token's rows. A row each: microseconds a call, the bytes that have to move, the time that the
+copy bandwidth measured in the same run gives them, the share of it reached, and XLA's time for the reference. Then the
+same at a decode batch, where what counts is the launch. With two GPUs or more, also the sum with the all-reduce over
+the ranks that follows it, against XLA's sum and `psum`. Results are compared with the references' before they are
+timed.
 
 Calls run in a jitted loop of 20 ms or more, dispatched once; the median of five. A prefill's rows exceed the L2.
 Decode's dispatch and combine between GPUs follow (expert_parallel_decode.py). With --predict, no GPU: see
@@ -21,6 +22,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ class Row(NamedTuple):
     """A line of the table: two forms of one operation, their operands, and the bytes that have to move."""
 
     name: str
+    ep: int
     ours: Call
     xla: Call
     operands: tuple[Any, ...]
@@ -80,63 +83,64 @@ def loop(call: Call, calls: int) -> Call:
     return run
 
 
-def seconds_a_call(call: Call, operands: tuple[Any, ...], least_seconds: float) -> float:
-    """Seconds of one call in a loop of 20 ms or more, beside which a dispatch of 0.1 ms is nothing."""
-    calls = int(max(20, 20e-3 / least_seconds))
-    run = loop(call, calls)
+def compiled(row: Row, call: Call, bandwidth: float) -> tuple[Call, int]:
+    """A loop of 20 ms or more, beside which a dispatch of 0.1 ms is nothing, and its calls."""
+    calls = int(max(5, 20e-3 / max(row.moved / bandwidth, 4e-6)))
+    return loop(call, calls).lower(*row.operands).compile(), calls
+
+
+def seconds_a_call(run: Call, operands: tuple[Any, ...], calls: int) -> float:
     return median_seconds(lambda: jax.block_until_ready(run(*operands)), 5) / calls
 
 
-def rows_of(tokens: int, ep: int) -> Iterator[Row]:
-    """The operations of the first of `ep` ranks that all have these tokens."""
+def rows_of(tokens: int) -> Iterator[Row]:
+    """The operations of the first of `ep` ranks that all have these tokens, for each share."""
     ids, weights = routing(tokens)
-    local, pairs = EXPERTS // ep, tokens * TOP_K
+    x = jax.random.normal(jax.random.key(1), (tokens, HIDDEN), jnp.bfloat16)
+    made = jax.random.normal(jax.random.key(2), (tokens * TOP_K, HIDDEN), jnp.bfloat16)
+    for ep in SHARES:
+        yield from rows_of_share(ids, weights, x, made, ep)
+
+
+def rows_of_share(ids: jax.Array, weights: jax.Array, x: jax.Array, made: jax.Array, ep: int) -> Iterator[Row]:
+    local, pairs, tokens = EXPERTS // ep, ids.size, ids.shape[0]
 
     def sort(implementation: Implementation, *a: Any) -> ExpertRows:
         return sort_rows(*a, 0, local, implementation=implementation)
 
     forms: tuple[Implementation, Implementation] = ("kernel", "reference")
-    sorted_rows = jax.jit(functools.partial(sort, "reference"))(ids, weights)
+    sorted_rows = jax.jit(functools.partial(sort, "kernel"))(ids, weights)
     rows = int(sorted_rows.group_sizes.sum())
     yield Row(
         "sort rows",
+        ep,
         *(functools.partial(sort, form) for form in forms),  # type: ignore[arg-type]
         (ids, weights),
         2 * 4 * pairs + 3 * 4 * rows,
     )
 
-    x = jax.random.normal(jax.random.key(1), (tokens, HIDDEN), jnp.bfloat16)
-    row_token = sorted_rows.row_token[:rows]
-    read = 2 * HIDDEN * int(jnp.unique(row_token).size)
     if tokens > 1024:
+        row_token = sorted_rows.row_token[:rows]
         yield Row(
-            "copy rows, bf16",
-            lambda x, row_token: sum_rows(x, row_token[:, None], jnp.bfloat16, implementation="kernel"),
-            lambda x, row_token: x[row_token],
-            (x, row_token),
-            read + 2 * HIDDEN * rows,
-        )
-        sizes = sorted_rows.group_sizes
-        yield Row(
-            "copy rows, MXFP8",
+            "copy rows",
+            ep,
             lambda x, sizes, row_token: quantise_rows(x, sizes, row_token, tile_rows=TILE_ROWS).data,
             lambda x, sizes, row_token: pack_rows(x[row_token], sizes, TILE_ROWS).data,
-            (x, sizes, row_token),
-            read + HIDDEN * 33 / 32 * rows,
+            (x, sorted_rows.group_sizes, row_token),
+            2 * HIDDEN * np.unique(row_token).size + HIDDEN * 33 / 32 * rows,
         )
 
-    made = jax.random.normal(jax.random.key(2), (pairs, HIDDEN), jnp.bfloat16)
     yield Row(
         "sum rows",
+        ep,
         *(functools.partial(sum_rows, dtype=jnp.bfloat16, implementation=form) for form in forms),  # type: ignore[arg-type]
         (made, sorted_rows.token_rows),
         2 * HIDDEN * (rows + tokens) + 4 * pairs,
     )
 
 
-def check(row: Row) -> None:
+def check(row: Row, ours: Any, expected: Any) -> None:
     """Both forms give the same, as far as there are rows."""
-    ours, expected = (jax.jit(form)(*row.operands) for form in (row.ours, row.xla))
     if isinstance(expected, ExpertRows):
         rows = int(expected.group_sizes.sum())
         ours, expected = (
@@ -153,16 +157,18 @@ def measure(tokens: int, bandwidth: float, note: str) -> None:
     print(f"\n{tokens} tokens, {note}")
     print("| operation | EP | us | MB | limit us | of copy bandwidth | XLA us | XLA / ours |")
     print("|" + " --- |" * 8)
-    for ep in SHARES:
-        for row in rows_of(tokens, ep):
-            check(row)
-            limit = row.moved / bandwidth
-            ours, xla = (seconds_a_call(form, row.operands, max(limit, 4e-6)) for form in (row.ours, row.xla))
-            print(
-                f"| {row.name} | {ep} | {ours * 1e6:.1f} | {row.moved / 1e6:.1f} | {limit * 1e6:.1f} "
-                f"| {limit / ours:.0%} | {xla * 1e6:.1f} | {xla / ours:.1f} |",
-                flush=True,
-            )
+    rows = list(rows_of(tokens))
+    with ThreadPoolExecutor(8) as pool:
+        loops = list(pool.map(lambda row: [compiled(row, form, bandwidth) for form in (row.ours, row.xla)], rows))
+    for row, forms in zip(rows, loops, strict=True):
+        check(row, *(run(*row.operands) for run, _ in forms))
+        ours, xla = (seconds_a_call(run, row.operands, calls) for run, calls in forms)
+        limit = row.moved / bandwidth
+        print(
+            f"| {row.name} | {row.ep} | {ours * 1e6:.1f} | {row.moved / 1e6:.1f} | {limit * 1e6:.1f} "
+            f"| {limit / ours:.0%} | {xla * 1e6:.1f} | {xla / ours:.1f} |",
+            flush=True,
+        )
 
 
 def measure_over_ranks(tokens: int) -> None:

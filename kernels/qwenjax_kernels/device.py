@@ -195,6 +195,11 @@ def min_u16x2(a: Uint32, bound: int) -> Uint32:
     )
 
 
+def max_u16x2(a: Uint32, b: Uint32) -> Uint32:
+    """The larger of each unsigned 16-bit half."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
 def pack_bf16x2(low: Float32, high: Float32) -> Uint32:
     """Two floats, rounded to nearest even, as bf16 halves of a word."""
     return cute.arch.inline_ptx(

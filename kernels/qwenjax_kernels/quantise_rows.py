@@ -1,8 +1,11 @@
 """Rows of bfloat16, gathered by row number and quantised to MXFP8 tiles (`block_scaled`), in one pass.
 
 It has no instruction of Blackwell's alone: it is for the grouped GEMM there, and runs from compute capability 9.0.
-A block takes one row tile and a slab of the contraction; half a warp a row and 128 of it, four lanes an MX block.
+A block takes one row tile and a slab of the contraction; eight lanes a row and 128 of it, two lanes an MX block.
 Every byte of a tile is written: rows past the end of the group, and what is past k, as zeros.
+
+Blocks of one slab run beside each other over all tiles, so that a token's piece, read again for each of its experts, is
+still in the L2: 8 MB a slab of 256 at 16,384 tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +13,15 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from qwenjax_kernels import block_scaled, device, mxfp8
+from qwenjax_kernels import block_scaled, device, mxfp8, vectors
 from qwenjax_kernels.schedule import WARP, TileSchedule
 
-WARPS = 8
-LANES = 16  # of a row's 128 values: 8 each, which is one load of 16 bytes
-ROWS = WARPS * WARP // LANES  # in one turn
-SLAB_TILES = 4  # k tiles of a block, all loaded before the first is used
+MAX_WARPS = 8
+LANES = 8  # of a row's 128 values: 16 each, which are two loads of 16 bytes and a chunk of the swizzle
+ROWS = WARP // LANES  # of a warp in one turn
+SLAB_TILES = 2  # k tiles of a block, all loaded before the first is used
 
 
 class QuantiseRows:
@@ -37,6 +40,8 @@ class QuantiseRows:
         self.num_groups = num_groups
         self.tile_rows = tile_rows
         self.row_tiles = row_tiles
+        self.warps = min(MAX_WARPS, tile_rows // ROWS)
+        self.slabs = -(-self.k_tiles // SLAB_TILES)
         self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile_rows, m_tiles=1)
 
     @cute.jit
@@ -49,8 +54,12 @@ class QuantiseRows:
         out: cute.Tensor,
     ) -> None:
         """Enqueues the kernel on the stream."""
+        # Without min_blocks_per_mp the compiler keeps to 32 registers and waits for each load before the next.
         self.kernel(x, group_sizes, row_token, out).launch(
-            grid=[self.row_tiles, -(-self.k_tiles // SLAB_TILES), 1], block=[WARPS * WARP, 1, 1], stream=stream
+            grid=[self.row_tiles, self.slabs, 1],
+            block=[self.warps * WARP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -96,53 +105,63 @@ class QuantiseRows:
     ) -> None:
         """A block's slab of a row tile."""
         tile_bytes = block_scaled.tile_bytes(self.tile_rows)
-        column = thread % LANES * 8
-        for turn in cutlass.range(-(-self.tile_rows // ROWS), unroll=1):
-            slot = turn * ROWS + thread // LANES
-            row = first_row + slot
-            there = row < rows_stop
-            token = row
+        column = thread % LANES * 16
+        turn_rows = self.warps * ROWS
+        turns = self.tile_rows // turn_rows
+        rows = [first_row + turn * turn_rows + thread // LANES for turn in range(turns)]
+        sources = []
+        for turn in cutlass.range_constexpr(turns):
+            source = rows[turn]
             if cutlass.const_expr(tokens is None):
-                token = row
-            elif there:
-                token = device.load_global(tokens + Int64(row) * 4)
-            loaded = []
-            for part in cutlass.range_constexpr(SLAB_TILES):
-                k = (first_k_tile + part) * block_scaled.TILE_K + column
-                address = x + (Int64(token) * self.k + Int64(k)) * 2
-                loaded.append(device.load_global_v4_or_zeros_if(Int32(there and k < self.k), address))
+                source = rows[turn]
+            elif source < rows_stop:
+                source = device.load_global(tokens + Int64(source) * 4)
+            sources.append(source)
+        for turn in cutlass.range_constexpr(turns):
+            loaded = self.load(x, sources[turn], first_k_tile, column, rows[turn] < rows_stop)
             for part in cutlass.range_constexpr(SLAB_TILES):
                 k_tile = first_k_tile + part
                 if k_tile < self.k_tiles:
                     target = out + (Int64(tile) * self.k_tiles + Int64(k_tile)) * tile_bytes
-                    self.store(target, loaded[part], slot, column, thread)
+                    self.store(target, loaded[part], rows[turn] - first_row, column, thread)
 
     @cute.jit
-    def store(
-        self,
-        target: Int64,
-        words: tuple[Uint32, Uint32, Uint32, Uint32],
-        slot: Int32,
-        column: Int32,
-        thread: Int32,
-    ) -> None:
-        """Eight values of a row; its MX block is theirs and those of the three neighbouring lanes."""
-        values = []
-        for word in words:
-            values.append(device.float_of(Int32(word << 16)))
-            values.append(device.float_of(Int32(word & 0xFFFF0000)))
-        amax = Int32(0)
-        for value in values:
-            amax = cutlass.max(amax, device.magnitude_bits(value))
-        for distance in (1, 2):
-            amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
+    def load(self, x: Int64, row: Int32, first_k_tile: Int32, column: Int32, there: Boolean) -> list[list[Uint32]]:
+        """A lane's sixteen values of each k tile of a slab; zeros where there is no row, and past k."""
+        loaded = []
+        for part in cutlass.range_constexpr(SLAB_TILES):
+            k = (first_k_tile + part) * block_scaled.TILE_K + column
+            address = x + (Int64(row) * self.k + Int64(k)) * 2
+            reads = Int32(there and k < self.k)
+            first = device.load_global_v4_or_zeros_if(reads, address)
+            second = device.load_global_v4_or_zeros_if(reads, address + 16)
+            loaded.append([*first, *second])
+        return loaded
+
+    @cute.jit
+    def store(self, target: Int64, words: list[Uint32], slot: Int32, column: Int32, thread: Int32) -> None:
+        """Sixteen values of a row; their MX block is theirs and those of the neighbouring lane."""
+        # Two magnitudes at a time: the bits of bfloat16 without the sign order as the numbers do.
+        pairs = [word & 0x7FFF7FFF for word in words]
+        largest = pairs[0]
+        for pair in pairs[1:]:
+            largest = device.max_u16x2(largest, pair)
+        largest = device.max_u16x2(largest, cute.arch.shuffle_sync_bfly(largest, 1))
+        amax = Int32(cutlass.max(largest << 16, largest & 0xFFFF0000))
         scale = mxfp8.scale_byte(amax)
         inverse: Float32 = mxfp8.inverse_scale(scale)
-        scaled = [value * inverse for value in values]
-        element = block_scaled.element_offset(slot, column)
-        device.store_global_v2(
-            target + Int64(element), device.pack_e4m3x4(*scaled[:4]), device.pack_e4m3x4(*scaled[4:])
-        )
-        if thread % 4 == 0:
-            place = block_scaled.scale_offset(slot, column // block_scaled.MX_BLOCK)
-            device.store_global_byte(target + Int64(self.tile_rows * block_scaled.TILE_K) + Int64(place), scale)
+        packed = []
+        for first in cutlass.range_constexpr(0, 8, 2):
+            values = []
+            for word in words[first : first + 2]:
+                values.append(device.float_of(Int32(word << 16)) * inverse)
+                values.append(device.float_of(Int32(word & 0xFFFF0000)) * inverse)
+            packed.append(device.pack_e4m3x4(*values))
+        vectors.store_result(target + Int64(block_scaled.element_offset(slot, column)), packed)
+        # The row's four scales lie beside each other: one store.
+        scales = scale << (thread % LANES // 2 * 8)
+        for distance in (2, 4):
+            scales = scales | cute.arch.shuffle_sync_bfly(scales, distance)
+        if thread % LANES == 0:
+            place = self.tile_rows * block_scaled.TILE_K + block_scaled.scale_offset(slot, 0)
+            device.store_global(target + Int64(place), Uint32(scales))

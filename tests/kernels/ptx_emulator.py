@@ -349,6 +349,9 @@ class Block(TensorMemory):
         handler = getattr(self, "do_" + operation, None)
         if handler:
             handler(warp, instruction, parts, lanes)
+        elif operation in BINARY and dtype == "u16x2":
+            a, b = (self.read(warp, operand, "u32").view(np.uint16) for operand in operands[1:])
+            self.write(warp, operands[0], BINARY[operation](a, b).view(np.uint32), lanes)
         elif operation in BINARY:
             a, b = (self.read(warp, operand, dtype) for operand in operands[1:])
             result = BINARY[operation](a, b)

@@ -22,7 +22,7 @@ from qwenjax_ffi.blackwell_packing import pack_rows, pack_weight, rows_shape, un
 from qwenjax_ffi.weights import MXFP8Weight, decode
 from qwenjax_kernels import block_scaled
 from qwenjax_kernels.grouped_gemm_sm100 import GroupedGemmSm100
-from qwenjax_kernels.quantise_rows import SLAB_TILES, QuantiseRows
+from qwenjax_kernels.quantise_rows import QuantiseRows
 from qwenjax_kernels.tiles_sm100 import SHARED_BYTES, TENSOR_MEMORY_COLUMNS, TILE_ROWS, Tile, choose_tile_rows
 from tests.kernels.ptx_emulator import WAIT, EmulationError, Window, launch
 
@@ -33,6 +33,7 @@ Case = tuple[Any, ...]
 # once: 8 tiles in 4 records and 2 accumulators, of 2 stages each in 6 (gate_up) or 3 in 11 (down).
 ROWS, SIZES, LAYER = 24, [3, 0, 17, 1], 1
 QUANTISE: Case = ("quantise_rows", 160, 0, 4, ROWS, 16, True, 1)
+WIDE_QUANTISE: Case = ("quantise_rows", 288, 0, 3, 140, 128, True, 1)
 GATE_UP: Case = ("moe_gate_up", 160, 160, 4, ROWS, 16, True, 1)
 DOWN: Case = ("moe_down", 288, 160, 4, ROWS, 16, True, 1)
 # One accumulator, and rows of a group in two tiles of 128.
@@ -150,18 +151,23 @@ def assert_tiles(tiles: np.ndarray, expected: np.ndarray, sizes: list[int], tile
     assert (np.delete(tiles, bytes_, axis=2) == 0xAA).all()
 
 
-def test_emulated_rows_are_gathered_and_quantised_as_the_reference_does() -> None:
-    _, k, _, _, _, tile_rows, _, _ = QUANTISE
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [(QUANTISE, SIZES), pytest.param(WIDE_QUANTISE, [129, 0, 3], marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_emulated_rows_are_gathered_and_quantised_as_the_reference_does(case: Case, sizes: list[int]) -> None:
+    _, k, _, groups, rows, tile_rows, _, _ = case
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(9, k)) * 2.0 ** rng.integers(-30, 30, (9, k // 32)).repeat(32, 1)).astype(ml_dtypes.bfloat16)
     x[2, 32:64] = 0
-    tokens = rng.integers(0, 9, ROWS).astype(np.int32)
-    expected = pack_rows(jnp.asarray(x[tokens]), jnp.asarray(SIZES, jnp.int32), tile_rows)
-    tokens[sum(SIZES) :] = 1 << 28  # rows of no group are not read
+    tokens = rng.integers(0, 9, rows).astype(np.int32)
+    expected = pack_rows(jnp.asarray(x[tokens]), jnp.asarray(sizes, jnp.int32), tile_rows)
+    tokens[sum(sizes) :] = 1 << 28  # rows of no group are not read
     tiles = np.full(expected.data.shape, 0xAA, np.uint8)
-    grid = (tiles.shape[0], -(-tiles.shape[1] // SLAB_TILES))
-    launch(compiled(QUANTISE)[1], [x, np.asarray(SIZES, np.int32), tokens, tiles], grid)
-    assert_tiles(tiles, np.asarray(expected.data), SIZES, tile_rows)
+    kernel = QuantiseRows(k=k, num_groups=groups, tile_rows=tile_rows, row_tiles=tiles.shape[0])
+    launch(compiled(case)[1], [x, np.asarray(sizes, np.int32), tokens, tiles], (tiles.shape[0], kernel.slabs))
+    assert_tiles(tiles, np.asarray(expected.data), sizes, tile_rows)
 
 
 @pytest.mark.parametrize(
