@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns, prefill_table
@@ -257,7 +258,7 @@ class Engine:
         several wait for each other here.
         """
         traced = self._traced(Programs(self.model.graphdef, self.model.mesh, self.config))
-        self._programs = list(traced)
+        self._programs = self._announceable(list(traced))
         with (
             ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
@@ -299,6 +300,10 @@ class Engine:
         jax.tree.map(lambda leaf: leaf.delete(), self._slots)
         self._slots = self._idle_slots()
 
+    def _announceable(self, programs: list[Program]) -> list[Program]:
+        """What the first process tells the others to run, in an order that all have."""
+        return programs
+
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         """Every program that the engine runs, ready to be compiled."""
         functions: dict[Program, Any] = {("prefill", length): found for length, found in programs.prefill.items()}
@@ -309,7 +314,9 @@ class Engine:
         }
 
     def _idle_table(self, program: Program) -> Any:
-        return self._placed(np.zeros(self._shape(program), np.int32))
+        shape = self._shape(program)
+        assert shape is not None
+        return self._placed(np.zeros(shape, np.int32))
 
     def _begin_call(self) -> bool:
         """Plans a call and gives it to the device; false where there is nothing to run."""
@@ -365,8 +372,8 @@ class Engine:
         self._slots, *results = self._compiled[program](self.model.state, self._slots, *arguments)
         return tuple(results)
 
-    def _shape(self, program: Program) -> tuple[int, int]:
-        """Of the program's table."""
+    def _shape(self, program: Program) -> tuple[int, int] | None:
+        """Of the table that is announced with it; None where that differs from call to call."""
         name, size = program
         if name == "prefill":
             return self.ranks * self.config.rows_per_call(size), chunk_columns(self.config, size).width
@@ -374,11 +381,14 @@ class Engine:
 
     def _announced(self, program: Program, table: np.ndarray) -> Any:
         """The table as the program takes it, once the other processes have been told to run it too."""
+        self._announce(program, table)
+        return self._placed(table)
+
+    def _announce(self, program: Program, table: np.ndarray) -> None:
         if isinstance(self._end, Follower):
             raise RuntimeError("process 0 takes the requests; the others call follow()")
         if self._end is not None:
             self._end.send(self._programs.index(program), table)
-        return self._placed(table)
 
     def follow(self) -> None:
         """What every process but the first does with an engine over several: it runs the calls that the first plans,
@@ -387,25 +397,39 @@ class Engine:
             raise RuntimeError("follow() is for the processes after the first of an engine over several")
         while (call := self._end.receive()) is not None:
             program = self._programs[call.program]
-            if call.table.shape != self._shape(program):
+            if self._shape(program) not in (None, call.table.shape):
                 raise ConnectionError(
                     f"process 0 sent a table of {call.table.shape} for {program}, which takes {self._shape(program)}: "
                     "engines of all processes take the same options"
                 )
-            self._run(program, self._placed(call.table))
+            self._follow(program, call.table)
+
+    def acknowledge(self) -> None:
+        """Tells the first process that one thing more of those that it waits for is done."""
+        assert isinstance(self._end, Follower)
+        self._end.acknowledge()
+
+    def wait_for_others(self, count: int) -> None:
+        """Until every other process has acknowledged `count` things in all; see `Leader.wait_for`."""
+        if isinstance(self._end, Leader):
+            self._end.wait_for(count)
+
+    def _follow(self, program: Program, table: np.ndarray) -> None:
+        """Does what the first process does after it has announced a program."""
+        self._run(program, self._placed(table))
 
     def close(self) -> None:
         """Lets the other processes' `follow` return; nothing can run afterwards. Nothing to do for a single process."""
         if isinstance(self._end, Leader):
             self._end.close()
 
-    def _placed(self, table: np.ndarray) -> Any:
+    def _placed(self, table: Any, spec: PartitionSpec = BY_DATA) -> Any:
         """A call's table as programs take it: a process gives its own devices' rows."""
         mesh = self.model.mesh
         if not spans_processes(mesh):
             return table
         return jax.make_array_from_callback(
-            table.shape, jax.sharding.NamedSharding(mesh, BY_DATA), lambda index: table[index]
+            table.shape, NamedSharding(mesh, spec), lambda index: np.asarray(table[index])
         )
 
     def _take_results(self, call: Prefill | Decode, found: dict[str, Any]) -> list[RequestOutput]:

@@ -2,6 +2,9 @@
 
 A page travels as [heads, planes, page_size, head_dim]: plane 2 * layer holds the keys of a layer, the next one its
 values, and the multi-token-prediction head's layer comes last.
+
+Over several processes each has the pages of its own devices in a staging buffer of its own. The first says besides
+which slots of the buffers a call's pages belong in, and the others acknowledge what they have put there or taken out.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from qwenjax.cache import CACHE_SPEC, KVCache
 from qwenjax.engine.columns import Columns, get_sampling, put_sampling, sampling_widths
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.engine import Engine, Program
-from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers, spans_processes
+from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers
 from qwenjax.engine.schedule import Prefill, Row
 from qwenjax.engine.sequence import Request, Sequence
 from qwenjax.engine.slots import Slots, slots_specs
@@ -46,6 +49,29 @@ _PAGES_IN = PartitionSpec(DATA, MODEL)
 def kv_layout(engine: Engine) -> KVLayout:
     """How each data rank of an engine holds pages."""
     return KVLayout(engine.model.config.num_key_value_heads, engine.config.page_size, engine.model.mesh.shape[MODEL])
+
+
+def num_processes(engine: Engine) -> int:
+    """Over which the engine's mesh is spread."""
+    return len({device.process_index for device in engine.model.mesh.devices.flat})
+
+
+def ranks_here(engine: Engine) -> list[int]:
+    """Model ranks that this process has devices of, whatever their data rank."""
+    here = [place for place, device in np.ndenumerate(engine.model.mesh.devices) if _is_here(device)]
+    return sorted({model_rank for _, model_rank in here})
+
+
+def ranks_by_process(engine: Engine, data_rank: int) -> dict[int, list[int]]:
+    """The model ranks of a data rank, by the process that has their devices."""
+    found: dict[int, list[int]] = {}
+    for model_rank, device in enumerate(engine.model.mesh.devices[data_rank]):
+        found.setdefault(device.process_index, []).append(model_rank)
+    return found
+
+
+def _is_here(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
 
 
 def num_planes(engine: Engine) -> int:
@@ -71,15 +97,26 @@ class StagedPages:
 
     arrays: each [pages, heads, planes, page_size, head_dim], as many of them as hold the parts' pages one after
     another; on the device, possibly still being computed. first_plane: of the page, that their first plane is.
+    slots: what `PrefillEngine.slots_of` said of each page, in the processes after the first, which know no parts.
     """
 
     arrays: SequenceOf[jax.Array]
     first_plane: int
     parts: SequenceOf[StagedPart]
+    slots: SequenceOf[int] = ()
 
     @property
     def num_planes(self) -> int:
         return self.arrays[0].shape[2]
+
+    def on_host(self) -> np.ndarray:
+        """The pages, once they are computed: [model ranks of this process, pages, heads of a rank, planes, page_size,
+        head_dim]."""
+        found = []
+        for array in self.arrays:
+            shards = sorted(array.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+            found.append(np.stack([np.asarray(shard.data) for shard in shards]))
+        return np.concatenate(found, axis=1)
 
 
 class PrefillEngine(Engine):
@@ -91,11 +128,12 @@ class PrefillEngine(Engine):
     """
 
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        _check_one_process(model)
         if model.mesh.shape[DATA] != 1:
             raise ValueError(f"data={model.mesh.shape[DATA]}: prefill has one data rank, give it all devices as model=")
         super().__init__(model, tokenizer, config)
         self.on_staged: Callable[[StagedPages], None] = lambda staged: None
+        self.slots_of: Callable[[StagedPart], SequenceOf[int]] | None = None  # for several processes
+        self._to_follow: tuple[int, np.ndarray] | None = None
         self.handovers: dict[str, tuple[np.ndarray, int]] = {}
         layers = model.config.num_hidden_layers
         bounds = np.linspace(0, layers, min(layers, _MOST_GROUPS) + 1).astype(int).tolist()
@@ -156,7 +194,7 @@ class PrefillEngine(Engine):
             return jax.jit(ranks, donate_argnums=1).trace(state, self._slots, *arguments)
 
         for length in self.config.chunk_lengths:
-            table, number = self._idle_table(("prefill", length)), np.int32(0)
+            table, number = self._idle_table(("prefill", length)), self._placed(np.int32(0), _WHOLE)
             begin = partial(begin_prefill, config=self.config, length=length)
             traced["begin", length] = traced_on_ranks(begin, (BY_DATA,), (BY_DATA,), table)
             shape = (self.config.rows_per_call(length), length, self.model.config.hidden_size)
@@ -177,8 +215,24 @@ class PrefillEngine(Engine):
                     check_vma=False,
                 )
                 program = "gather", (cache.keys.shape[0], num_layers, num_pages)
-                traced[program] = jax.jit(gather).trace(cache, np.zeros(num_pages, np.int32), np.int32(0))
+                pages = self._placed(np.zeros(num_pages, np.int32), _WHOLE)
+                traced[program] = jax.jit(gather).trace(cache, pages, self._placed(np.int32(0), _WHOLE))
         return traced
+
+    def _announceable(self, programs: list[Program]) -> list[Program]:
+        return [*(("prefill", length) for length in self.config.chunk_lengths), ("pages", None)]
+
+    def _shape(self, program: Program) -> tuple[int, int] | None:
+        return None if program[0] == "pages" else super()._shape(program)
+
+    def _follow(self, program: Program, table: np.ndarray) -> None:
+        if program[0] == "prefill":  # the pages of the call come next
+            self._to_follow = program[1], table
+            return
+        assert self._to_follow is not None
+        length, rows = self._to_follow
+        pages, slots = table.tolist()
+        self._run_chain(length, self._placed(rows), pages, (), slots)
 
     def _gathers(self) -> list[tuple[KVCache, set[int]]]:
         """The caches, and how many of their layers are taken out at once."""
@@ -189,14 +243,27 @@ class PrefillEngine(Engine):
 
     def _run_prefill(self, call: Prefill, table: Any) -> tuple[Drawn, TopLogprobs, dict[str, Any]]:
         pages, parts = self._parts(call)
-        (x,) = self._run(("begin", call.length), table)
-        for start, stop in self._groups:
-            (x,) = self._run(("layers", call.length), x, table, np.int32(start), np.int32(stop))
-            self._stage(self._slots.cache, start, stop - start, 2 * start, pages, parts)
-        drawn, prompt_logprobs, hidden = self._run(("finish", call.length), x, table)
-        if self._slots.head is not None:
-            self._stage(self._slots.head.cache, 0, 1, 2 * self.model.config.num_hidden_layers, pages, parts)
+        if self._end is not None:
+            assert self.slots_of is not None
+            slots = [slot for part in parts for slot in self.slots_of(part)]
+            self._announce(("pages", None), np.array([pages, slots], np.int32))
+        drawn, prompt_logprobs, hidden = self._run_chain(call.length, table, pages, parts, ())
         return drawn, prompt_logprobs, {"hidden": hidden}
+
+    def _run_chain(
+        self, length: int, table: Any, pages: SequenceOf[int], parts: SequenceOf[StagedPart], slots: SequenceOf[int]
+    ) -> tuple[Any, ...]:
+        """The programs of a call, each group's pages staged behind it; what the last returns."""
+        (x,) = self._run(("begin", length), table)
+        for start, stop in self._groups:
+            bounds = (self._placed(np.int32(bound), _WHOLE) for bound in (start, stop))
+            (x,) = self._run(("layers", length), x, table, *bounds)
+            self._stage(self._slots.cache, start, stop - start, 2 * start, pages, parts, slots)
+        found = self._run(("finish", length), x, table)
+        if self._slots.head is not None:
+            first_plane = 2 * self.model.config.num_hidden_layers
+            self._stage(self._slots.head.cache, 0, 1, first_plane, pages, parts, slots)
+        return found
 
     def _parts(self, call: Prefill) -> tuple[list[int], list[StagedPart]]:
         """The pages that hold what a call runs, and what of its prompt is cached and wanted as well."""
@@ -221,24 +288,21 @@ class PrefillEngine(Engine):
         first_plane: int,
         pages: SequenceOf[int],
         parts: SequenceOf[StagedPart],
+        slots: SequenceOf[int],
     ) -> None:
-        if not parts:
+        if not pages:
             return
         arrays = []
         for start, stop, size in _copies_of(len(pages)):
             numbers = np.zeros(size, np.int32)
             numbers[: stop - start] = pages[start:stop]
             gather = self._compiled["gather", (cache.keys.shape[0], num_layers, size)]
-            arrays.append(gather(cache, numbers, np.int32(first_layer)))
+            where = self._placed(numbers, _WHOLE), self._placed(np.int32(first_layer), _WHOLE)
+            arrays.append(gather(cache, *where))
             arrays[-1].copy_to_host_async()
         for part in parts:
             self._num_parts[part.request_id] += 1
-        self.on_staged(StagedPages(arrays, first_plane, parts))
-
-
-def _check_one_process(model: ShardedModel) -> None:
-    if spans_processes(model.mesh):
-        raise ValueError("a prefill or decode engine has all its devices in one process; its mesh spans several")
+        self.on_staged(StagedPages(arrays, first_plane, parts, slots))
 
 
 def _copies_of(num_pages: int) -> Iterator[tuple[int, int, int]]:
@@ -259,13 +323,39 @@ def _gather(cache: KVCache, pages: jax.Array, first_layer: jax.Array, *, num_lay
 @dataclass(frozen=True)
 class Arrived:
     """What a request decodes from: its first token with the entry of its log-probabilities, the hidden state [hidden]
-    that it was drawn from (None without a head), and the pages from that of token num_cached on, [model ranks, pages,
-    heads, planes, page_size, head_dim]."""
+    that it was drawn from (None without a head), and the pages from that of token num_cached on, [model ranks of this
+    process, pages, heads, planes, page_size, head_dim]. slots: of those pages in the other processes' buffers."""
 
     token: int
     logprobs: dict[int, Logprob] | None
     hidden: np.ndarray | None
     pages: np.ndarray
+    slots: SequenceOf[int] = ()
+
+
+@dataclass(frozen=True)
+class _Admission:
+    """What every process does an admission from. rank: data rank; slots: of the pages in staging buffers; numbers: of
+    the pages in the rank's cache; row: of the admission's table; hidden: of the head, int32 of its bytes."""
+
+    rank: int
+    slots: SequenceOf[int]
+    numbers: SequenceOf[int]
+    row: np.ndarray
+    prompt_token_ids: SequenceOf[int]
+    hidden: np.ndarray
+
+    def table(self) -> np.ndarray:
+        """All of it, int32 [1, width]."""
+        lists = self.slots, self.numbers, self.row, self.prompt_token_ids, self.hidden
+        sizes = [len(each) for each in lists]
+        return np.concatenate([np.asarray(each, np.int32) for each in ([self.rank], sizes, *lists)])[None]
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> _Admission:
+        (rank,), sizes, values = np.split(table[0], [1, 6])
+        slots, numbers, row, prompt, hidden = np.split(values, np.cumsum(sizes)[:-1])
+        return cls(int(rank), slots.tolist(), numbers.tolist(), row, prompt.tolist(), hidden)
 
 
 class DecodeEngine(Engine):
@@ -273,8 +363,9 @@ class DecodeEngine(Engine):
     it may come to need before it is admitted."""
 
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
-        _check_one_process(model)
         super().__init__(model, tokenizer, config)
+        self.take_staged: Callable[[SequenceOf[int]], np.ndarray] | None = None  # after the first process: as `pages`
+        self._num_admitted = 0
         self._reserved: dict[str, Request] = {}
         self._admission = Columns(
             dict.fromkeys(("slot", "token", "prompt_tokens", "end_length", "speculates"), 1),
@@ -317,11 +408,9 @@ class DecodeEngine(Engine):
         request = self._reserved[request_id]
         sequence = request.sequences[0]
         job = sequence.job
-        first_page = job.num_cached // self.config.page_size
-        if arrived.pages.shape[1] > len(job.pages) - first_page:
-            raise ValueError(
-                f"request {request_id!r}: {arrived.pages.shape[1]} pages arrived for {len(job.pages) - first_page}"
-            )
+        numbers = job.pages[job.num_cached // self.config.page_size :]
+        if arrived.pages.shape[1] > len(numbers):
+            raise ValueError(f"request {request_id!r}: {arrived.pages.shape[1]} pages arrived for {len(numbers)}")
         if arrived.hidden is None and self._slots.head is not None:
             raise ValueError(f"request {request_id!r}: no hidden state arrived for the multi-token-prediction head")
         sequence.append(arrived.token, None)
@@ -333,61 +422,94 @@ class DecodeEngine(Engine):
         if arrived.logprobs is not None and sequence.output.logprobs is not None:
             sequence.output.logprobs.append(arrived.logprobs)
             sequence.output.cumulative_logprob = arrived.logprobs[arrived.token].logprob
-        *before, last = self._blocks(job.rank, job.pages[first_page:], arrived.pages)
-        for size, pages, numbers in before:
-            self._run(("scatter", size), pages, numbers)
-        size, pages, numbers = last
-        self._run(("admit", size), pages, numbers, *self._admission_of(sequence, arrived))
+        admission = self._admission_of(sequence, arrived, numbers[: arrived.pages.shape[1]])
+        if self._end is not None:
+            self._announce(("admission", None), admission.table())
+        self._run_admission(admission, arrived.pages)
+        self._num_admitted += 1
+        self.wait_for_others(self._num_admitted)  # slots are free for the next pages when all have taken these
         self.scheduler.arrived(job)
+
+    def data_rank(self, request_id: str) -> int:
+        """Of a reserved request."""
+        return self._reserved[request_id].sequences[0].job.rank
+
+    def _announceable(self, programs: list[Program]) -> list[Program]:
+        return [*(program for program in programs if program[0] == "decode"), ("admission", None)]
+
+    def _shape(self, program: Program) -> tuple[int, int] | None:
+        return None if program[0] == "admission" else super()._shape(program)
+
+    def _follow(self, program: Program, table: np.ndarray) -> None:
+        if program[0] != "admission":
+            super()._follow(program, table)
+            return
+        assert self.take_staged is not None
+        admission = _Admission.of(table)
+        self._run_admission(admission, self.take_staged(admission.slots))
+        self.acknowledge()
+
+    def _run_admission(self, admission: _Admission, arrived: np.ndarray) -> None:
+        """Puts a request's pages into the caches and the request into its slot."""
+        columns, config = self._admission, self.model.config
+        table = columns.table(self.ranks)
+        columns.one(table, "slot")[:] = self.config.max_num_seqs  # none of the other data ranks
+        table[admission.rank] = admission.row
+        in_prompt = np.zeros((self.ranks, config.vocab_size), np.bool_)
+        in_prompt[admission.rank, admission.prompt_token_ids] = True
+        hidden = np.zeros((self.ranks, config.hidden_size), self.model.dtype)
+        if len(admission.hidden):
+            hidden[admission.rank] = np.ascontiguousarray(admission.hidden).view(hidden.dtype)
+        *before, last = self._blocks(admission.rank, admission.numbers, arrived)
+        for size, pages, numbers in before:
+            self._run(("scatter", size), pages, self._placed(numbers))
+        size, pages, numbers = last
+        self._run(("admit", size), pages, *map(self._placed, (numbers, table, in_prompt, hidden)))
 
     def _blocks(
         self, rank: int, pages: SequenceOf[int], arrived: np.ndarray
     ) -> Iterator[tuple[int, jax.Array, np.ndarray]]:
         """Pages as programs take them: how many, the pages of all data ranks, and the pages' numbers in the caches."""
-        mesh = self.model.mesh
-        sharding = NamedSharding(mesh, _PAGES_IN)
+        mesh, ranks = self.model.mesh, ranks_here(self)
+        layout, sharding = kv_layout(self), NamedSharding(mesh, _PAGES_IN)
         for start, stop, size in _copies_of(arrived.shape[1]):
             block = np.zeros((arrived.shape[0], size, *arrived.shape[2:]), arrived.dtype)
             block[:, : stop - start] = arrived[:, start:stop]
             numbers = np.full((self.ranks, size), self.config.num_pages, np.int32)  # out of range: dropped
             numbers[rank, : stop - start] = pages[start:stop]
             shards = []
-            for data_rank, devices in enumerate(mesh.devices):
-                for model_rank, device in enumerate(devices):
-                    own = jax.device_put(block[model_rank], device) if data_rank == rank else self._idle(device, block)
-                    shards.append(own)
-            shape = (self.ranks * size, arrived.shape[0] * arrived.shape[2], *arrived.shape[3:])
+            for (data_rank, model_rank), device in np.ndenumerate(mesh.devices):
+                if not _is_here(device):
+                    continue
+                own = block[ranks.index(model_rank)]
+                shards.append(jax.device_put(own, device) if data_rank == rank else self._idle(device, own))
+            shape = (self.ranks * size, layout.heads_per_rank * layout.ranks, *arrived.shape[3:])
             yield size, jax.make_array_from_single_device_arrays(shape, sharding, shards), numbers.reshape(-1)
 
-    def _idle(self, device: jax.Device, block: np.ndarray) -> jax.Array:
+    def _idle(self, device: jax.Device, pages: np.ndarray) -> jax.Array:
         """Pages for a rank that gets none."""
-        key = device, block.shape[1]
+        key = device, pages.shape[0]
         if key not in self._idle_pages:
-            self._idle_pages[key] = jax.device_put(np.zeros_like(block[0]), device)
+            self._idle_pages[key] = jax.device_put(np.zeros_like(pages), device)
         return self._idle_pages[key]
 
-    def _admission_of(self, sequence: Sequence, arrived: Arrived) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The admission's table, which ids its prompt holds, and the hidden state: a row for each data rank."""
-        columns, config, job = self._admission, self.model.config, sequence.job
-        table = columns.table(self.ranks)
-        columns.one(table, "slot")[:] = self.config.max_num_seqs
-        table[job.rank, :5] = (
+    def _admission_of(self, sequence: Sequence, arrived: Arrived, numbers: SequenceOf[int]) -> _Admission:
+        columns, job = self._admission, sequence.job
+        table = columns.table(1)
+        table[0, :5] = (
             job.slot,
             arrived.token,
             sequence.prompt_len,
             job.end_length,
             sequence.request.params.speculation,
         )
-        columns.of(table, "page_table")[job.rank, : len(job.pages)] = job.pages
-        rows: list[Any] = [None] * self.ranks
-        rows[job.rank] = sequence.sampling_row
-        put_sampling(columns, table, rows)
-        in_prompt = np.zeros((self.ranks, config.vocab_size), np.bool_)
-        in_prompt[job.rank, sequence.request.prompt_token_ids] = True
-        hidden = np.zeros((self.ranks, config.hidden_size), self.model.dtype)
-        if arrived.hidden is not None:
-            hidden[job.rank] = arrived.hidden
-        return table, in_prompt, hidden
+        columns.of(table, "page_table")[0, : len(job.pages)] = job.pages
+        put_sampling(columns, table, [sequence.sampling_row])
+        hidden = np.zeros(0, np.int32)
+        if arrived.hidden is not None and self._slots.head is not None:
+            hidden = np.ascontiguousarray(arrived.hidden, self.model.dtype).view(np.int32)
+        prompt = sequence.request.prompt_token_ids
+        return _Admission(job.rank, arrived.slots, numbers, table[0], prompt, hidden)
 
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         mesh, config, ranks = self.model.mesh, self.model.config, self.ranks
@@ -403,14 +525,14 @@ class DecodeEngine(Engine):
 
         layout = kv_layout(self)
         heads = layout.heads_per_rank * layout.ranks
-        table = self._admission.table(ranks)
-        in_prompt = np.zeros((ranks, config.vocab_size), np.bool_)
-        hidden = np.zeros((ranks, config.hidden_size), self.model.dtype)
+        table = self._placed(self._admission.table(ranks))
+        in_prompt = self._placed(np.zeros((ranks, config.vocab_size), np.bool_))
+        hidden = self._placed(np.zeros((ranks, config.hidden_size), self.model.dtype))
         admit, specs = partial(_admit, columns=self._admission), (_PAGES_IN, BY_DATA)
         for size in _PAGES_PER_COPY:
             shape = (ranks * size, heads, num_planes(self), self.config.page_size, config.head_dim)
             pages = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, _PAGES_IN))
-            numbers = np.zeros(ranks * size, np.int32)
+            numbers = self._placed(np.zeros(ranks * size, np.int32))
             traced["admit", size] = trace(admit, (*specs, *(BY_DATA,) * 3), pages, numbers, table, in_prompt, hidden)
         traced["scatter", size] = trace(_scatter, specs, pages, numbers)  # of the largest size alone
         return traced

@@ -7,12 +7,14 @@ each other through the coordinator of jax.distributed.
 from __future__ import annotations
 
 import itertools
+import select
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +46,8 @@ class Leader:
 
     def __init__(self, followers: Sequence[socket.socket], seconds: float = PLAN_SECONDS) -> None:
         """seconds: as the followers', who are told four times as often that nothing is to be run."""
-        self._followers = list(followers)
+        self._followers, self._seconds = list(followers), seconds
+        self._acknowledged = [0] * len(self._followers)
         self._lock = threading.Lock()
         self._count = 0
         self._stepping = False
@@ -58,6 +61,21 @@ class Leader:
         with self._lock:
             self._send(_HEADER.pack(_MAGIC, _CALL, self._count, program, *table.shape) + rows.tobytes())
             self._count += 1
+
+    def wait_for(self, count: int) -> None:
+        """Until every follower has acknowledged `count` things in all. For one thread alone. Raises ConnectionError
+        where one has left, PlanTimeoutError where it does not get there in time."""
+        for place, follower in enumerate(self._followers):
+            while self._acknowledged[place] < count:
+                if not select.select([follower], [], [], self._seconds)[0]:
+                    raise PlanTimeoutError(f"process {place + 1} has done nothing for {self._seconds:g} s")
+                try:
+                    found = follower.recv(4096)
+                except OSError:  # reset
+                    found = b""
+                if not found:
+                    raise ConnectionError(f"process {place + 1} has left")
+                self._acknowledged[place] += len(found)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -120,6 +138,10 @@ class Follower:
                 self._count += 1
                 return PlannedCall(program, np.frombuffer(data, ">i4").astype(np.int32).reshape(rows, width))
 
+    def acknowledge(self) -> None:
+        """Tells the first process, which waits by `Leader.wait_for`, that one more of what it asked for is done."""
+        self._leader.sendall(b"\1")
+
     def _read(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
@@ -135,23 +157,42 @@ class Follower:
         return bytes(data)
 
 
-def meet() -> Leader | Follower:
-    """This process's end, once all processes of jax.distributed have come. Raises TimeoutError where one does not."""
+def publish(key: str, value: str) -> None:
+    """Tells all processes of jax.distributed something, which `look_up` finds."""
+    _state().client.key_value_set(f"qwenjax/{key}", value)
+
+
+def look_up(key: str) -> str:
+    """What another process published; waits for it. Raises RuntimeError where that does not happen in time."""
+    return str(_state().client.blocking_key_value_get(f"qwenjax/{key}", int(_MEET_SECONDS * 1000)))
+
+
+def coordinator_host() -> str:
+    """Where the first process is reached."""
+    return str(_state().coordinator_address.rsplit(":", 1)[0])
+
+
+def _state() -> Any:
     from jax._src import distributed  # JAX exports neither the store nor the address
 
-    state, key = distributed.global_state, f"qwenjax/plans/{next(_engines)}"
+    state = distributed.global_state
     if state.client is None or state.coordinator_address is None:
         raise RuntimeError("a mesh over several processes needs jax.distributed.initialize() first")
-    host = state.coordinator_address.rsplit(":", 1)[0]
+    return state
+
+
+def meet() -> Leader | Follower:
+    """This process's end, once all processes of jax.distributed have come. Raises TimeoutError where one does not."""
+    host, key = coordinator_host(), f"plans/{next(_engines)}"
     if jax.process_index():
-        port = int(state.client.blocking_key_value_get(key, int(_MEET_SECONDS * 1000)))
+        port = int(look_up(key))
         leader = socket.create_connection((host, port), _MEET_SECONDS)
         _without_delay(leader)
         leader.sendall(bytes([jax.process_index()]))
         return Follower(leader)
     with socket.create_server((host, 0)) as server:
         server.settimeout(_MEET_SECONDS)
-        state.client.key_value_set(key, str(server.getsockname()[1]))
+        publish(key, str(server.getsockname()[1]))
         found: dict[int, socket.socket] = {}
         while len(found) < jax.process_count() - 1:
             try:

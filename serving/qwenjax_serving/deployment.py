@@ -21,13 +21,18 @@ _LOOPBACK = "tcp://127.0.0.1:0"
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """A worker. options: of its engine. env: what its process is started with besides. staging_pages: see Worker."""
+    """A worker. options: of its engine. env: what its processes are started with besides. staging_pages: see Worker.
+    processes: that its mesh is spread over, with as many devices each; coordinator: HOST:PORT where they find each
+    other, of the first one's host, by default any port of this machine.
+    """
 
     name: str
     role: Role
     options: EngineOptions
     env: Mapping[str, str] = field(default_factory=dict)
     staging_pages: int | None = None
+    processes: int = 1
+    coordinator: str | None = None
 
     @property
     def num_devices(self) -> int:
@@ -56,7 +61,7 @@ def read_deployment(path: Path) -> Deployment:
 
         [router]             # address, and the settings of RouterSettings
         [engine]             # options of every worker's engine, as build_engine's
-        [[prefill]]          # a worker: name, env, staging_pages, and options of its own
+        [[prefill]]          # a worker: name, env, staging_pages, processes, coordinator, and options of its own
         [[decode]]
 
     Raises ValueError, with the file and the key, for what it does not know; OSError where there is no file.
@@ -110,15 +115,23 @@ def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]
     if not isinstance(name, str) or not name:
         raise ValueError(f"the name of a {role} worker is {name!r}; it is a string")
     env, staging = table.pop("env", {}), table.pop("staging_pages", None)
+    processes, coordinator = table.pop("processes", 1), table.pop("coordinator", None)
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise ValueError(f"{name}: env is {env!r}; it is a table of strings")
     if staging is not None and (isinstance(staging, bool) or not isinstance(staging, int) or staging < 1):
         raise ValueError(f"{name}: staging_pages is {staging!r}; it is an integer above 0")
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise ValueError(f"{name}: processes is {processes!r}; it is an integer above 0")
+    if coordinator is not None and not (isinstance(coordinator, str) and coordinator.rpartition(":")[2].isdigit()):
+        raise ValueError(f"{name}: coordinator is {coordinator!r}; it is HOST:PORT")
     _check_options(name, table)
     options = cast(EngineOptions, {"progress": False, **engine, **table})
     if role == "prefill" and options.get("data_parallel", 1) != 1:
         raise ValueError(f"{name}: data_parallel is {options['data_parallel']}; prefill has one data rank")
-    return WorkerPlan(name, role, options, env, staging)
+    plan = WorkerPlan(name, role, options, env, staging, processes, coordinator)
+    if plan.num_devices % processes:
+        raise ValueError(f"{name}: {plan.num_devices} devices do not divide over {processes} processes")
+    return plan
 
 
 def _check_options(where: str, table: dict[str, Any]) -> None:

@@ -37,10 +37,12 @@ def run_deployment(arguments: argparse.Namespace) -> int:
                 raise ValueError(
                     f"{plan.name}: {arguments.config} says {variable}={value}; export it before you start it"
                 )
-        run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision)
+        process = arguments.process or 0
+        run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision, process)
         return 0
-    if arguments.name is not None:
-        raise ValueError(f"--name is for --role prefill and decode; this is --role {role}")
+    for option in ("name", "process"):
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option} is for --role prefill and decode; this is --role {role}")
     if role == "router" and deployment.address.endswith(":0"):
         raise ValueError(f"{arguments.config}: [router] needs an address that workers can be told, tcp://HOST:PORT")
     given = os.environ.get(SECRET_VARIABLE)

@@ -6,12 +6,18 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, WorkerPlan
-from qwenjax_serving.workers.process import ADDRESS_VARIABLE, PARENT_VARIABLE
+from qwenjax_serving.workers.process import (
+    ADDRESS_VARIABLE,
+    COORDINATOR_VARIABLE,
+    LOCAL_DEVICES_VARIABLE,
+    PARENT_VARIABLE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +42,7 @@ class Supervisor:
         }
         self._deployment = deployment
         self._stopping = False
-        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.processes: dict[str, list[asyncio.subprocess.Process]] = {}
 
     async def run(self, joined: Callable[[str], bool]) -> None:
         """joined: whether the worker of a name is known to the router. Raises RuntimeError."""
@@ -50,46 +56,67 @@ class Supervisor:
     async def stop(self) -> None:
         """Ends the workers, those that do not by themselves with SIGKILL."""
         self._stopping = True
-        alive = [process for process in self.processes.values() if process.returncode is None]
-        for process in alive:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)  # one that was stopped would not hear it
-        waiting = [asyncio.create_task(process.wait()) for process in alive]
-        if waiting:
-            await asyncio.wait(waiting, timeout=_STOP)
-        for process in alive:
-            if process.returncode is None:
-                logger.warning("process %d did not end within %.0f s: killed", process.pid, _STOP)
-                process.kill()
-        await asyncio.gather(*waiting)
+        await _end([process for processes in self.processes.values() for process in processes])
 
     async def _keep(self, plan: WorkerPlan, joined: Callable[[str], bool]) -> None:
         pause, ever_joined = _FIRST_PAUSE, False
         while not self._stopping:
-            process = self.processes[plan.name] = await self._start(plan)
-            ended = asyncio.create_task(process.wait())
-            while not ended.done():
-                await asyncio.wait([ended], timeout=0.5)
-                if not ended.done() and joined(plan.name):
+            processes = self.processes[plan.name] = await self._start(plan)
+            ended = [asyncio.create_task(process.wait()) for process in processes]
+            while not any(one.done() for one in ended):
+                await asyncio.wait(ended, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                if not any(one.done() for one in ended) and joined(plan.name):
                     pause, ever_joined = _FIRST_PAUSE, True
             if self._stopping:
                 return
+            status = next(one.result() for one in ended if one.done())
+            await _end(processes)  # the others of a worker of several are of no use without it
             if not ever_joined:
-                raise RuntimeError(f"worker {plan.name} ended with status {process.returncode} before it was ready")
-            logger.error(
-                "worker %s ended with status %s; it starts again in %.0f s", plan.name, process.returncode, pause
-            )
+                raise RuntimeError(f"worker {plan.name} ended with status {status} before it was ready")
+            logger.error("worker %s ended with status %s; it starts again in %.0f s", plan.name, status, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _start(self, plan: WorkerPlan) -> asyncio.subprocess.Process:
+    async def _start(self, plan: WorkerPlan) -> list[asyncio.subprocess.Process]:
         # On a CPU the mesh is made of as many fake devices; elsewhere this says nothing.
-        environment: Mapping[str, str] = {
-            **self._environment,
-            "JAX_NUM_CPU_DEVICES": str(plan.num_devices),
-            **plan.env,
-        }
+        own = {"JAX_NUM_CPU_DEVICES": str(plan.num_devices // plan.processes)}
+        if plan.processes > 1:
+            own[COORDINATOR_VARIABLE] = plan.coordinator or f"127.0.0.1:{_free_port()}"
+        return [await self._start_process(plan, process, own) for process in range(plan.processes)]
+
+    async def _start_process(
+        self, plan: WorkerPlan, process: int, own: Mapping[str, str]
+    ) -> asyncio.subprocess.Process:
+        environment = {**self._environment, **own}
+        if plan.processes > 1:
+            each = plan.num_devices // plan.processes
+            environment[LOCAL_DEVICES_VARIABLE] = ",".join(map(str, range(process * each, (process + 1) * each)))
         # A session of its own: Ctrl-C reaches the router alone, which ends the workers in order.
         return await asyncio.create_subprocess_exec(
-            *self._command, "--name", plan.name, env=environment, start_new_session=True, stdout=_STDERR
+            *(*self._command, "--name", plan.name, "--process", str(process)),
+            env={**environment, **plan.env},
+            start_new_session=True,
+            stdout=_STDERR,
         )
+
+
+async def _end(processes: Iterable[asyncio.subprocess.Process]) -> None:
+    """Tells processes to end; those that do not by themselves are killed."""
+    alive = [process for process in processes if process.returncode is None]
+    for process in alive:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)  # one that was stopped would not hear it
+    waiting = [asyncio.create_task(process.wait()) for process in alive]
+    if waiting:
+        await asyncio.wait(waiting, timeout=_STOP)
+    for process in alive:
+        if process.returncode is None:
+            logger.warning("process %d did not end within %.0f s: killed", process.pid, _STOP)
+            process.kill()
+    await asyncio.gather(*waiting)
+
+
+def _free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from qwenjax_serving.backend import ServedModel
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.fleet import Worker
-from qwenjax_serving.workers.process import ADDRESS_VARIABLE, PARENT_VARIABLE
+from qwenjax_serving.workers.process import ADDRESS_VARIABLE, COORDINATOR_VARIABLE, PARENT_VARIABLE
 from tests.conftest import FAKE_CPU_DEVICES
 
 T = TypeVar("T")
@@ -57,20 +58,27 @@ class Cluster:
 
     def start(self, names: Iterable[str] | None = None) -> None:
         for plan in self.deployment.workers:
-            if names is None or plan.name in names:
-                command = [sys.executable, "-m", "qwenjax_serving.workers.process", str(self.folder)]
-                command += ["--config", str(self.config), "--name", plan.name]
-                environment = os.environ | {
-                    ADDRESS_VARIABLE: self.backend.address,
-                    SECRET_VARIABLE: SECRET,
-                    PARENT_VARIABLE: str(os.getpid()),
-                    # As many as the tests have: compiled programs are kept by the number of devices.
-                    "JAX_NUM_CPU_DEVICES": str(FAKE_CPU_DEVICES),
-                }
-                self.processes[plan.name] = subprocess.Popen(command, env=environment)
+            if names is not None and plan.name not in names:
+                continue
+            command = [sys.executable, "-m", "qwenjax_serving.workers.process", str(self.folder)]
+            command += ["--config", str(self.config), "--name", plan.name]
+            environment = os.environ | {
+                ADDRESS_VARIABLE: self.backend.address,
+                SECRET_VARIABLE: SECRET,
+                PARENT_VARIABLE: str(os.getpid()),
+                # As many as the tests have: compiled programs are kept by the number of devices.
+                "JAX_NUM_CPU_DEVICES": str(FAKE_CPU_DEVICES),
+            }
+            if plan.processes > 1:
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    environment[COORDINATOR_VARIABLE] = f"127.0.0.1:{free.getsockname()[1]}"
+                environment["JAX_NUM_CPU_DEVICES"] = str(plan.num_devices // plan.processes)
+            for process in range(plan.processes):
+                started = subprocess.Popen([*command, "--process", str(process)], env=environment)
+                self.processes[f"{plan.name}/{process}" if process else plan.name] = started
 
     def wait_for_workers(self) -> None:
-        names = {name for name, process in self.processes.items() if process.poll() is None}
+        names = {plan.name for plan in self.deployment.workers if self.processes[plan.name].poll() is None}
         self.wait_until(lambda: {worker.hello.name for worker in self.workers} >= names, START)
         tokenizer = Tokenizer.from_folder(self.folder)
         longest = self.run(self.backend.wait_for())

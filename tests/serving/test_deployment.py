@@ -19,7 +19,8 @@ def test_the_files_in_configs_can_be_read(path: Path) -> None:
 
 def test_the_article_s_meshes() -> None:
     found = read_deployment(next(path for path in FILES if path.stem == "tp4-dp16"))
-    assert [(worker.role, worker.num_devices) for worker in found.workers] == [("prefill", 4), ("decode", 16)]
+    sizes = [(worker.role, worker.num_devices, worker.processes) for worker in found.workers]
+    assert sizes == [("prefill", 4, 1), ("decode", 16, 2)]
 
 
 def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path) -> None:
@@ -59,6 +60,9 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
         ("[[prefill]]\nname = 5\n[[decode]]\n", "the name of a prefill worker is 5; it is a string"),
         ("[[prefill]]\nenv = { A = 1 }\n[[decode]]\n", "it is a table of strings"),
         ("[[prefill]]\nstaging_pages = 0\n[[decode]]\n", "staging_pages is 0"),
+        ("[[prefill]]\nprocesses = 0\n[[decode]]\n", "prefill-0: processes is 0; it is an integer above 0"),
+        ("[[prefill]]\nprocesses = 2\n[[decode]]\n", "prefill-0: 1 devices do not divide over 2 processes"),
+        ('[[prefill]]\ncoordinator = "host"\n[[decode]]\n', "coordinator is 'host'; it is HOST:PORT"),
         ("x = [", "file.toml: "),
     ],
 )

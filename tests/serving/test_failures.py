@@ -7,9 +7,11 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 from qwenjax import LLM, RequestOutput
 from qwenjax_serving.backend import BackendError
@@ -128,7 +130,8 @@ def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster,
         socket = WorkerSocket(two_of_each.backend.address, SECRET.encode(), "noise")
         while not stop.is_set():
             data = bytes([chance.choice([VERSION, 7])]) + chance.randbytes(chance.randint(0, 50))
-            socket._socket.send(data)
+            with suppress(zmq.Again):  # not connected yet
+                socket._socket.send(data, zmq.DONTWAIT)
             socket.send(Ping((7,)))
             count += 2
             await asyncio.sleep(0.01)

@@ -90,7 +90,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         own = StagingBuffer(hello.staging.kv, hello.staging.planes, engine.model.config.head_dim, np.float32, 4)
         reader = NixlTransport("reader")
         await reader.start(own.pages)
-        peer = await reader.connect(hello.metadata)
+        peer = await reader.connect(*hello.metadata)
 
         prompt = random_ids(60)
         router.tell.put_nowait(Prefill(7, Work(tuple(prompt), greedy(5), 0, None), 0))

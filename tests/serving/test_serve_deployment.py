@@ -129,6 +129,7 @@ def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subp
         ),
         (["--config", "FILE", "--role", "prefill"], "prefill-0: FILE says LEVEL=3; export it before you start it"),
         (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill and decode"),
+        (["--config", "FILE", "--process", "1"], "--process is for --role prefill and decode"),
         (["--config", "missing.toml"], "missing.toml"),
     ],
 )

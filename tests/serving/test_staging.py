@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
-from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
+from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges, joined
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,3 +81,14 @@ def test_what_does_not_fit_is_refused() -> None:
         byte_ranges(inside, source.layout, target.layout, (0, 5))
     with pytest.raises(ValueError, match="4 planes of 8-byte rows, the target 6"):
         byte_ranges(inside, source.layout, msgspec.structs.replace(target.layout, planes=6), (0, 4))
+
+
+def test_buffers_of_several_processes_are_one_to_who_reads_from_them() -> None:
+    layout = KVLayout(4, 4, 4)
+    sizes = {"planes": 4, "head_dim": 2, "dtype": np.float32, "num_slots": 3}
+    parts = [StagingBuffer(layout, **sizes, ranks=ranks, process=place) for place, ranks in enumerate([[0, 2], [1, 3]])]
+    assert [part.pages.shape[0] for part in parts] == [2, 2]
+    whole = joined([part.layout for part in parts])
+    assert whole.processes == (0, 1, 0, 1)
+    for rank, (process, address) in enumerate(zip(whole.processes, whole.addresses, strict=True)):
+        assert address == parts[process].pages[rank // 2].ctypes.data

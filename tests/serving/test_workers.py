@@ -51,6 +51,9 @@ class PlayedEngine:
         self.reserved.add(request_id)
         return 0
 
+    def data_rank(self, request_id: str) -> int:
+        return 0
+
     def cancel(self, request_id: str) -> None:
         self.reserved.discard(request_id)
 
@@ -103,7 +106,7 @@ def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
     worker._number, worker._welcome, worker._heard, worker._said_hello = 1, True, 1e12, 0.0
     worker._rejoining, worker._leaving, worker._tasks = None, None, set()
     worker._ended = asyncio.get_running_loop().create_future()
-    worker._places, worker._sources, worker._dropping, worker._prompts = {}, {}, set(), {}
+    worker._places, worker._dropping, worker._prompts, worker._grown, worker.peers = {}, set(), {}, [], None
     worker._status = lambda: None
 
     def hello() -> None:
@@ -181,16 +184,22 @@ def test_what_the_decode_engine_refuses_ends_alone_and_so_does_what_the_router_n
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
-@pytest.mark.parametrize("where", ["stager", "offer"])
-def test_an_error_while_staging_ends_the_prefill_worker(where: str) -> None:
+@pytest.mark.parametrize(
+    ("staged", "error"),
+    [
+        (SimpleNamespace(on_host=lambda: 1 / 0), ZeroDivisionError),  # in the stager's thread
+        (SimpleNamespace(on_host=lambda: np.zeros(1), first_plane=0, num_planes=None), TypeError),  # on the loop
+    ],
+)
+def test_an_error_while_staging_ends_the_prefill_worker(staged: SimpleNamespace, error: type[Exception]) -> None:
     async def test() -> None:
         worker = bare(PrefillWorker, PlayedEngine(), PlayedSocket())
-        worker._staged = queue.SimpleQueue()
-        arrays = [] if where == "stager" else [np.zeros((1, 1))]  # nothing to concatenate; nowhere to put it
-        worker._staged.put(SimpleNamespace(arrays=arrays, first_plane=0, num_planes=1, parts=()))
+        worker._staged, worker._num_staged = queue.SimpleQueue(), 0
+        worker._prefill_engine = SimpleNamespace(wait_for_others=lambda count: None)
+        worker._staged.put(staged)
         worker._staged.put(None)
         await asyncio.to_thread(worker._stage, asyncio.get_running_loop())
-        with pytest.raises((ValueError, AttributeError)):
+        with pytest.raises(error):
             await worker._ended
 
     asyncio.run(asyncio.wait_for(test(), 20))

@@ -48,6 +48,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--role", choices=("all", "router", "prefill", "decode"), help="what to run of it (default: all)")
     add("--name", help="of the worker, with --role prefill or decode (default: the first)")
+    add("--process", type=int, metavar="N", help="which of the worker's processes, where it has several (default: 0)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +159,7 @@ def check_http_arguments(arguments: argparse.Namespace) -> None:
 def check_deployment_arguments(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that would have no effect."""
     if arguments.config is None:
-        for name in ("role", "name"):
+        for name in ("role", "name", "process"):
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--{name} needs --config, a deployment file")
         return

@@ -27,7 +27,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Hello(Message, frozen=True):
     """A worker is ready, and holds nothing. name: of the deployment; instance: of this process alone; number: of this
     Hello among those of the process. model: of the checkpoint, its config and dtype, equal for workers that may work
-    together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from it."""
+    together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from each of its
+    processes."""
 
     name: str
     instance: str
@@ -37,7 +38,7 @@ class Hello(Message, frozen=True):
     num_slots: int
     max_model_len: int
     staging: StagingLayout
-    metadata: bytes
+    metadata: tuple[bytes, ...]
 
 
 class Status(Message, frozen=True):
@@ -83,7 +84,7 @@ class Source(Message, frozen=True):
 
     worker: str
     staging: StagingLayout
-    metadata: bytes
+    metadata: tuple[bytes, ...]
     gone: bool = False
 
 
@@ -211,8 +212,49 @@ class Failed(Message, frozen=True):
     refused: bool = False
 
 
+class Joined(Message, frozen=True):
+    """From one of the processes of a worker after the first to that one: it is ready. staging, metadata: its own."""
+
+    process: int
+    staging: StagingLayout
+    metadata: bytes
+
+
+class Read(Message, frozen=True):
+    """From the first process of a worker to another: read those of an offer's pages that are for `ranks`, model ranks
+    of its own, into `slots` of its staging, of which the first holds positions from `first` on. order: a number."""
+
+    order: int
+    offer: Offer
+    slots: tuple[int, ...]
+    first: int
+    ranks: tuple[int, ...]
+
+
+class Stop(Message, frozen=True):
+    """To that one: give up an order, which it answers as any."""
+
+    order: int
+
+
+class Done(Message, frozen=True):
+    """The answer to an order, when nothing touches its slots any more. error: why the bytes are not all there."""
+
+    order: int
+    num_bytes: int
+    error: str | None
+
+
+class Serve(Message, frozen=True):
+    """To another process of a prefill worker: whether its pages are being read."""
+
+    on: bool
+
+
 ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
 ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Release
+ToLeader = Joined | Done
+ToFollower = Source | Read | Stop | Serve
 
 
 class MessageError(ValueError):
@@ -224,6 +266,8 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _to_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter)
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
+_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
 
 
 def encode(message: Message) -> bytes:
@@ -238,6 +282,16 @@ def decode_to_router(data: bytes) -> ToRouter:
 def decode_to_worker(data: bytes) -> ToWorker:
     """Raises MessageError."""
     return _decode(_to_worker, data)
+
+
+def decode_to_leader(data: bytes) -> ToLeader:
+    """Raises MessageError."""
+    return _decode(_to_leader, data)
+
+
+def decode_to_follower(data: bytes) -> ToFollower:
+    """Raises MessageError."""
+    return _decode(_to_follower, data)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -29,6 +30,8 @@ from qwenjax_serving.protocol.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SHORTEST_SECRET = 16  # bytes
 _MAX_MESSAGE = 64 << 20  # bytes; the longest prompts with log-probabilities are a few MB
@@ -68,12 +71,12 @@ class _AllowWorkers:
         return key == self._key
 
 
-class RouterSocket:
-    """The router's end. Made on an asyncio loop; `address` is what it is bound to."""
+class BoundSocket(Generic[T]):
+    """The end that listens. Made on an asyncio loop; `address` is what it is bound to."""
 
-    def __init__(self, address: str, secret: bytes) -> None:
-        """address: "tcp://127.0.0.1:0" for any free port."""
-        keys = Keys.of(secret)
+    def __init__(self, address: str, secret: bytes, decode: Callable[[bytes], T]) -> None:
+        """address: "tcp://127.0.0.1:0" for any free port. decode: of what may come."""
+        keys, self._decode = Keys.of(secret), decode
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
@@ -88,14 +91,14 @@ class RouterSocket:
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    async def receive(self) -> tuple[bytes, ToRouter]:
+    async def receive(self) -> tuple[bytes, T]:
         """The next message and who sent it."""
         while True:
             sender, *frames = await self._inbox.get()
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames")
-                return sender, decode_to_router(frames[0])
+                return sender, self._decode(frames[0])
             except MessageError as error:
                 logger.warning("refused a message from %r: %s", sender, error)
 
@@ -112,11 +115,11 @@ class RouterSocket:
         self._context.destroy(linger=_LINGER)
 
 
-class WorkerSocket:
-    """A worker's end. identity: of this process alone."""
+class ConnectedSocket(Generic[T]):
+    """The end that connects. identity: of this process alone; decode: of what may come."""
 
-    def __init__(self, address: str, secret: bytes, identity: str) -> None:
-        keys = Keys.of(secret)
+    def __init__(self, address: str, secret: bytes, identity: str, decode: Callable[[bytes], T]) -> None:
+        keys, self._decode = Keys.of(secret), decode
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.DEALER)
         self._inbox = _Inbox(self._socket)
@@ -130,16 +133,16 @@ class WorkerSocket:
         self._watch = asyncio.get_running_loop().create_task(_log_refusals(self._socket))
         self._socket.connect(address)
 
-    async def receive(self) -> ToWorker:
-        """The router's next message."""
+    async def receive(self) -> T:
+        """The next message."""
         while True:
             frames = await self._inbox.get()
             try:
                 if len(frames) != 1:
                     raise MessageError(f"{len(frames)} frames")
-                return decode_to_worker(frames[0])
+                return self._decode(frames[0])
             except MessageError as error:
-                logger.warning("refused a message from the router: %s", error)
+                logger.warning("refused a message: %s", error)
 
     def send(self, message: Message) -> bool:
         """Whether there was a router to send to."""
@@ -155,6 +158,20 @@ class WorkerSocket:
         self._watch.cancel()
         self._inbox.close()
         self._context.destroy(linger=_LINGER)
+
+
+class RouterSocket(BoundSocket[ToRouter]):
+    """The router's end, for workers."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        super().__init__(address, secret, decode_to_router)
+
+
+class WorkerSocket(ConnectedSocket[ToWorker]):
+    """A worker's end, to the router."""
+
+    def __init__(self, address: str, secret: bytes, identity: str) -> None:
+        super().__init__(address, secret, identity, decode_to_worker)
 
 
 class _Inbox:

@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -106,6 +106,10 @@ class NixlTransport:
                 raise TransferError(f"connecting: {error or type(error).__name__}") from error
             self._peers[metadata] = name if isinstance(name, str) else name.decode()
         return self._peers[metadata]
+
+    def names_of(self, metadata: Collection[bytes]) -> list[str]:
+        """Of those peers that it is connected to."""
+        return [self._peers[each] for each in metadata if each in self._peers]
 
     async def disconnect(self, peer: str) -> None:
         """Ends what is being read from a peer, with errors. For one that died or does not answer."""

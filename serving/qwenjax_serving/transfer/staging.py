@@ -1,7 +1,7 @@
 """Staging buffers: host memory that a transfer may read or write, since JAX promises no stable address for its arrays.
 
-A buffer is [ranks, slots, heads, planes, page_size, head_dim]: a slot takes one page of a sequence, and a plane is the
-keys or the values of one layer (2 * layer, 2 * layer + 1). Planes lie inside a page, unlike in the cache: a page
+A buffer is [model ranks, slots, heads, planes, page_size, head_dim]: a slot takes one page of a sequence, and a plane
+is the keys or the values of one layer (2 * layer, 2 * layer + 1). Planes lie inside a page, unlike in the cache: a page
 of a group of layers is then one run of bytes per head.
 """
 
@@ -19,7 +19,8 @@ from qwenjax.kv_transfer import Copy, KVLayout
 class StagingLayout(msgspec.Struct, frozen=True):
     """A staging buffer as its owner describes it to who reads from it. Sizes in bytes where the name says so.
 
-    addresses: of each model rank's part in the owner's process. row_bytes: of head_dim elements.
+    addresses: of each model rank's part in its process, 0 for one that the describing process does not have. processes:
+    of the owner's the one that each rank's part is in. row_bytes: of head_dim elements.
     """
 
     kv_heads: int
@@ -28,6 +29,7 @@ class StagingLayout(msgspec.Struct, frozen=True):
     row_bytes: int
     num_slots: int
     addresses: tuple[int, ...]
+    processes: tuple[int, ...]
 
     @property
     def kv(self) -> KVLayout:
@@ -37,9 +39,20 @@ class StagingLayout(msgspec.Struct, frozen=True):
 class StagingBuffer:
     """The memory, and which of its slots are in use; a slot is in use on every rank alike."""
 
-    def __init__(self, layout: KVLayout, planes: int, head_dim: int, dtype: Any, num_slots: int) -> None:
-        """planes: layers times two, the multi-token-prediction head's layer included."""
-        shape = (layout.ranks, num_slots, layout.heads_per_rank, planes, layout.page_size, head_dim)
+    def __init__(
+        self,
+        layout: KVLayout,
+        planes: int,
+        head_dim: int,
+        dtype: Any,
+        num_slots: int,
+        ranks: Sequence[int] | None = None,
+        process: int = 0,
+    ) -> None:
+        """planes: layers times two, the multi-token-prediction head's layer included. ranks: the model ranks whose
+        parts are here, by default all; process: this one, of the worker's."""
+        self.ranks = list(range(layout.ranks)) if ranks is None else list(ranks)
+        shape = (len(self.ranks), num_slots, layout.heads_per_rank, planes, layout.page_size, head_dim)
         self.pages = np.zeros(shape, dtype)
         self._free = list(range(num_slots - 1, -1, -1))
         rank_bytes = self.pages[0].nbytes
@@ -50,7 +63,10 @@ class StagingBuffer:
             planes,
             head_dim * self.pages.itemsize,
             num_slots,
-            tuple(base + rank * rank_bytes for rank in range(layout.ranks)),
+            tuple(
+                base + self.ranks.index(rank) * rank_bytes if rank in self.ranks else 0 for rank in range(layout.ranks)
+            ),
+            (process,) * layout.ranks,
         )
 
     @property
@@ -66,6 +82,17 @@ class StagingBuffer:
     def give_back(self, slots: Sequence[int]) -> None:
         """Frees slots that `take` gave and that no transfer touches any more."""
         self._free.extend(reversed(slots))
+
+
+def joined(layouts: Sequence[StagingLayout]) -> StagingLayout:
+    """The buffers of a worker's processes, each with some of the model ranks, as one. The first that has a rank's part
+    is the one to go to for it."""
+    processes = tuple(
+        next(process for process, layout in enumerate(layouts) if layout.addresses[rank])
+        for rank in range(layouts[0].kv.ranks)
+    )
+    addresses = tuple(layouts[process].addresses[rank] for rank, process in enumerate(processes))
+    return msgspec.structs.replace(layouts[0], addresses=addresses, processes=processes)
 
 
 def byte_ranges(

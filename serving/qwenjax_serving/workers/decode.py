@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
-from qwenjax.engine.handover import Arrived, DecodeEngine
-from qwenjax.kv_transfer import Pages, plan_transfer
+from qwenjax.engine.handover import Arrived, DecodeEngine, ranks_by_process
 from qwenjax_serving.protocol.messages import (
     Admit,
     Full,
@@ -29,11 +30,9 @@ from qwenjax_serving.protocol.messages import (
     Work,
 )
 from qwenjax_serving.transfer.nixl_transport import TransferError
-from qwenjax_serving.transfer.staging import byte_ranges
+from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
-
-_READ_TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt longer
 
 
 @dataclass(eq=False)
@@ -45,6 +44,7 @@ class Place:
     request_id: str
     slots: list[int] = field(default_factory=list)
     first: int = 0
+    data_rank: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -55,9 +55,12 @@ class DecodeWorker(Worker):
         super().__init__(name, engine, *arguments)
         self._decode_engine = engine
         self._places: dict[int, Place] = {}
-        self._sources: dict[str, Source] = {}
         self._dropping: set[int] = set()
         self._grown: list[tuple[int, Grown]] = []  # not sent yet
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.transport, self.staging)
 
     @property
     def num_held(self) -> int:
@@ -69,11 +72,8 @@ class DecodeWorker(Worker):
 
     async def handle(self, message: ToWorker) -> None:
         match message:
-            case Source(gone=False):
-                self._sources[message.worker] = message
             case Source():
-                if self._sources.pop(message.worker, None) is not None:
-                    await self.transport.disconnect(message.worker)
+                await self._learn(message)
             case Reserve():
                 # Tickets of another router may be the same.
                 new = self._places[message.ticket] = Place(message.work, f"{self._number}-{message.ticket}")
@@ -92,9 +92,13 @@ class DecodeWorker(Worker):
             self._drop(ticket)
         while self._dropping:
             await asyncio.sleep(0.01)
-        for worker in list(self._sources):
-            await self.transport.disconnect(worker)
-        self._sources.clear()
+        for source in self.reader.sources:
+            await self._learn(msgspec.structs.replace(source, gone=True))
+
+    async def _learn(self, source: Source) -> None:
+        if self.peers is not None:
+            self.peers.tell(source)
+        await self.reader.learn(source)
 
     def _do(self, place: Place, work: Any) -> None:
         task = self.background(work)
@@ -103,12 +107,14 @@ class DecodeWorker(Worker):
 
     async def _reserve(self, ticket: int, place: Place) -> None:
         engine, work, size = self._decode_engine, place.work, self._engine.config.page_size
+
+        def reserve() -> int | None:
+            found = engine.reserve(place.request_id, work.prompt_token_ids, work.params, work.index, work.cache_salt)
+            place.data_rank = 0 if found is None else engine.data_rank(place.request_id)
+            return found
+
         try:
-            num_cached = await self.engine.call(
-                lambda: engine.reserve(
-                    place.request_id, work.prompt_token_ids, work.params, work.index, work.cache_salt
-                )
-            )
+            num_cached = await self.engine.call(reserve)
         except ValueError as error:
             self.fail(ticket, str(error), refused=True)
             self._drop(ticket)
@@ -125,21 +131,21 @@ class DecodeWorker(Worker):
         self.send(Reserved(ticket, num_cached))
 
     async def _read(self, offer: Offer, place: Place) -> None:
-        source = self._sources.get(offer.source)
-        if source is None:
-            return  # it is gone, and the router knows
-        own = self.staging.layout
-        pages = Pages(offer.slots, place.slots, offer.start, offer.stop, offer.first, place.first)
-        try:
-            plan = plan_transfer(source.staging.kv, own.kv, pages)
-            ranges = byte_ranges(plan.copies, source.staging, own, (offer.first_plane, offer.end_plane))
-            began = time.monotonic()
-            await self.transport.read(await self.transport.connect(source.metadata), ranges, _READ_TIMEOUT)
-        except (TransferError, ValueError) as error:
-            self.fail(offer.ticket, str(error))
-            self._drop(offer.ticket)
-            return
-        num_bytes = plan.num_bytes(offer.end_plane - offer.first_plane, own.row_bytes)
+        began, reads = time.monotonic(), list[Coroutine[Any, Any, int]]()
+        for process, ranks in ranks_by_process(self._engine, place.data_rank).items():
+            if self.peers is None or process == 0:
+                reads.append(self.reader.read(offer, place.slots, place.first, ranks))
+            else:
+                reads.append(self.peers.read(process, offer, place.slots, place.first, ranks))
+        found = await asyncio.gather(*reads, return_exceptions=True)  # all of them, whatever comes of one
+        for error in found:
+            if isinstance(error, TransferError | ValueError):
+                self.fail(offer.ticket, str(error))
+                self._drop(offer.ticket)
+                return
+            if isinstance(error, BaseException):
+                raise error
+        num_bytes = sum(count for count in found if isinstance(count, int))
         self.bytes_read += num_bytes
         self.read_seconds += time.monotonic() - began
         self.send(Taken(offer.ticket, offer.part, num_bytes))
@@ -148,14 +154,15 @@ class DecodeWorker(Worker):
         ticket, engine = admit.ticket, self._decode_engine
         handover, grown = admit.handover, admit.grown
         hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
-        pages = self.staging.pages[:, place.slots]  # a copy: the slots are free for the next
-        self.staging.give_back(place.slots)
-        place.slots = []
-        arrived = Arrived(handover.token, grown.logprobs[0] if grown.logprobs else None, hidden, pages)
+        pages = self.staging.pages[:, place.slots]
+        logprobs = grown.logprobs[0] if grown.logprobs else None
+        arrived = Arrived(handover.token, logprobs, hidden, pages, tuple(place.slots))
         growth = Growth(grown)
         request_id = place.request_id
         try:
             async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
+                self.staging.give_back(place.slots)  # what decodes has been taken out of them, by every process
+                place.slots = []
                 self._tell(ticket, growth.of(output.outputs[0], output.speculation))
         except (ValueError, KeyError) as error:  # the engine has not taken it, and others go on
             self.fail(ticket, str(error))
@@ -187,8 +194,8 @@ class DecodeWorker(Worker):
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-            self.staging.give_back(place.slots)
             with suppress(RuntimeError):  # an engine that has failed holds nothing
                 await self.engine.call(lambda: self._decode_engine.cancel(place.request_id))
+            self.staging.give_back(place.slots)  # after an admission that may have been under way
         finally:
             self._dropping.discard(ticket)

@@ -6,17 +6,17 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from qwenjax.engine.handover import PrefillEngine, StagedPages
+from qwenjax.engine.handover import PrefillEngine, StagedPages, StagedPart
 from qwenjax.outputs import RequestOutput
-from qwenjax_serving.protocol.messages import Handover, Offer, Prefill, Prefilled, Release, Role, ToWorker
+from qwenjax_serving.protocol.messages import Handover, Offer, Prefill, Prefilled, Release, Role, Serve, ToWorker
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
 
@@ -45,7 +45,8 @@ class PrefillWorker(Worker):
         self._waiting: deque[str] = deque()
         self._prefill_engine = engine
         self._staged: queue.SimpleQueue[StagedPages | None] = queue.SimpleQueue()
-        engine.on_staged = self._staged.put
+        self._num_staged = self._num_serving = 0
+        engine.on_staged, engine.slots_of = self._staged.put, self._slots_of
 
     @property
     def num_held(self) -> int:
@@ -149,11 +150,39 @@ class PrefillWorker(Worker):
         self.staging.give_back(prompt.slots)
         self._begin_waiting()
 
+    def _slots_of(self, part: StagedPart) -> list[int]:
+        """Of a part's pages; -1 where nobody waits for them any more. From any thread."""
+        size = self._engine.config.page_size
+        count = -(-part.stop // size) - part.first_page
+        prompt = self._prompts.get(part.request_id)
+        if prompt is None:
+            return [-1] * count
+        place = part.first_page - prompt.first_page
+        return prompt.slots[place : place + count]
+
+    @contextmanager
+    def _being_read(self) -> Iterator[None]:
+        """While others may read from this worker's processes."""
+        with self.transport.serving():
+            self._num_serving += 1
+            self._say_served()
+            try:
+                yield
+            finally:
+                self._num_serving -= 1
+                self._say_served()
+
+    def _say_served(self) -> None:
+        if self.peers is not None:
+            self.peers.tell(Serve(self._num_serving > 0))
+
     def _stage(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: waits for the device, and hands its pages to the loop. An error ends the worker."""
         while (staged := self._staged.get()) is not None:
             try:
-                pages = np.concatenate([np.asarray(array) for array in staged.arrays])
+                pages = staged.on_host()
+                self._num_staged += 1
+                self._prefill_engine.wait_for_others(self._num_staged)
                 then = partial(self._offer_or_end, staged, pages)
             except Exception as error:
                 then = partial(self.end_with, error)
@@ -169,20 +198,16 @@ class PrefillWorker(Worker):
             self.end_with(error)
 
     def _offer(self, staged: StagedPages, pages: np.ndarray) -> None:
-        """Copies pages [pages, heads, planes, page_size, head_dim] to their slots and tells the router."""
+        """Copies pages [ranks, pages, heads, planes, page_size, head_dim] to their slots and tells the router."""
         planes = (staged.first_plane, staged.first_plane + staged.num_planes)
-        by_rank = np.split(pages, self.staging.layout.kv.ranks, axis=1)
         size = self._engine.config.page_size
         for part in staged.parts:
             prompt = self._prompts.get(part.request_id)
             if prompt is None:  # released meanwhile
                 continue
-            count = -(-part.stop // size) - part.first_page
-            place = part.first_page - prompt.first_page
-            slots = prompt.slots[place : place + count]
-            for rank, own in enumerate(by_rank):
-                # A page that is partly there already is written again: what it held before stays the same.
-                self.staging.pages[rank, slots, :, slice(*planes)] = own[part.first : part.first + count]
+            slots = self._slots_of(part)
+            # A page that is partly there already is written again: what it held before stays the same.
+            self.staging.pages[:, slots, :, slice(*planes)] = pages[:, part.first : part.first + len(slots)]
             offer = Offer(
                 prompt.message.ticket,
                 self.instance,
@@ -194,7 +219,7 @@ class PrefillWorker(Worker):
                 part.first_page * size,
             )
             if not prompt.num_offered:
-                prompt.serving.enter_context(self.transport.serving())
+                prompt.serving.enter_context(self._being_read())
             prompt.num_offered += 1
             prompt.offered.set()
             self.send(offer)

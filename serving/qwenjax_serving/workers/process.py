@@ -1,7 +1,8 @@
-"""A worker as a process: `python -m qwenjax_serving.workers.process MODEL --config FILE --name NAME`.
+"""A worker as a process: `python -m qwenjax_serving.workers.process MODEL --config FILE --name NAME [--process N]`.
 
 `qwenjax serve --role` comes here too. The secret, and the router's address where the file's is not it, are in the
-environment: command lines can be read by all.
+environment: command lines can be read by all. So is the address where the processes of a worker of several meet, where
+whoever starts them all chose it.
 """
 
 from __future__ import annotations
@@ -16,49 +17,83 @@ import sys
 from ipaddress import ip_address
 from pathlib import Path
 
+import jax
+
 from qwenjax.checkpoint.fingerprint import checkpoint_fingerprint
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.handover import DecodeEngine, PrefillEngine
 from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
 from qwenjax_serving.workers.decode import DecodeWorker
+from qwenjax_serving.workers.follower import Follower
 from qwenjax_serving.workers.prefill import PrefillWorker
 
+logger = logging.getLogger(__name__)
+
 ADDRESS_VARIABLE = "QWENJAX_ROUTER"
+COORDINATOR_VARIABLE = "QWENJAX_COORDINATOR"
 PARENT_VARIABLE = "QWENJAX_PARENT"  # process id of who started the worker, where it is to end with that
+LOCAL_DEVICES_VARIABLE = "QWENJAX_LOCAL_DEVICES"  # of a worker's process that shares a host with the others: its GPUs
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def run_worker(model: str, plan: WorkerPlan, address: str, secret: bytes, revision: str | None = None) -> None:
-    """Loads and compiles, and works until it is told to end. Raises ValueError for what cannot be built."""
+def run_worker(
+    model: str, plan: WorkerPlan, address: str, secret: bytes, revision: str | None = None, process: int = 0
+) -> None:
+    """Loads and compiles, and works until it is told to end. process: which of the worker's this is; those after the
+    first end with it. Raises ValueError for what cannot be built."""
     if parent := os.environ.get(PARENT_VARIABLE):
         _end_with(int(parent))
+    if not 0 <= process < plan.processes:
+        raise ValueError(f"--process is {process}; {plan.name} has processes 0 to {plan.processes - 1}")
+    if plan.processes > 1:
+        _join(plan, process)
     keep_pages_local(address)
     folder = resolve(model, revision)
     fingerprint = checkpoint_fingerprint(folder)
-    if plan.role == "prefill":
-        prefill = build_engine(folder, PrefillEngine, **plan.options)
-        asyncio.run(_run(PrefillWorker, plan, prefill, fingerprint, address, secret))
-    else:
-        decode = build_engine(folder, DecodeEngine, **plan.options)
-        asyncio.run(_run(DecodeWorker, plan, decode, fingerprint, address, secret))
+    kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
+    engine = build_engine(folder, kind, **plan.options)
+    try:
+        asyncio.run(_follow(plan, engine, secret) if process else _work(plan, engine, fingerprint, address, secret))
+    except Exception as error:
+        if plan.processes == 1:
+            raise
+        logger.error("%s: process %d ends: %s", plan.name, process, error, exc_info=error)
+        logging.shutdown()
+        os._exit(2)  # JAX would wait minutes for processes that may be gone
+
+
+def _join(plan: WorkerPlan, process: int) -> None:
+    """Makes this process one of those of the worker's mesh."""
+    coordinator = os.environ.get(COORDINATOR_VARIABLE, plan.coordinator)
+    if coordinator is None:
+        raise ValueError(f"{plan.name} has {plan.processes} processes: it needs a coordinator, HOST:PORT, in the file")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    local = os.environ.get(LOCAL_DEVICES_VARIABLE)
+    jax.distributed.initialize(
+        coordinator,
+        plan.processes,
+        process,
+        None if local is None else [int(device) for device in local.split(",")],
+        coordinator_bind_address=coordinator if _is_loopback(coordinator) else None,  # by itself on every interface
+    )
 
 
 def keep_pages_local(address: str) -> None:
     """Lets UCX, which NIXL moves pages with, use the loopback interface alone where the router's address says that all
     workers are on one machine; by itself it listens on every interface. To be called before NIXL is imported. Who has
     set UCX_NET_DEVICES, in the environment or in the worker's `env`, is not overruled."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host == "localhost" or (_is_number(host) and ip_address(host).is_loopback):
+    if _is_loopback(address.removeprefix("tcp://")):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
-def _is_number(host: str) -> bool:
+def _is_loopback(address: str) -> bool:
+    """Of HOST:PORT."""
+    host = address.rpartition(":")[0].strip("[]")
     try:
-        ip_address(host)
-    except ValueError:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
         return False
-    return True
 
 
 def _end_with(parent: int) -> None:
@@ -68,15 +103,20 @@ def _end_with(parent: int) -> None:
         raise RuntimeError(f"process {parent}, which started this worker, has ended")
 
 
-async def _run(
-    kind: type[PrefillWorker] | type[DecodeWorker],
-    plan: WorkerPlan,
-    engine: PrefillEngine | DecodeEngine,
-    fingerprint: str,
-    address: str,
-    secret: bytes,
+async def _work(
+    plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, fingerprint: str, address: str, secret: bytes
 ) -> None:
-    await kind(plan.name, engine, fingerprint, address, secret, plan.staging_pages).run()  # type: ignore[arg-type]
+    worker: PrefillWorker | DecodeWorker
+    if isinstance(engine, PrefillEngine):
+        worker = PrefillWorker(plan.name, engine, fingerprint, address, secret, plan.staging_pages)
+    else:
+        worker = DecodeWorker(plan.name, engine, fingerprint, address, secret, plan.staging_pages)
+    await worker.run()
+
+
+async def _follow(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, secret: bytes) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)  # it ends with the first process
+    await Follower(plan.name, engine, secret, plan.staging_pages).run()
 
 
 def main() -> int:
@@ -85,13 +125,15 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--revision")
+    parser.add_argument("--process", type=int, default=0)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"{arguments.name}: %(levelname)s: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         deployment = read_deployment(arguments.config)
         address = os.environ.get(ADDRESS_VARIABLE, deployment.address)
-        run_worker(arguments.model, deployment.worker(arguments.name), address, read_secret(), arguments.revision)
+        plan = deployment.worker(arguments.name)
+        run_worker(arguments.model, plan, address, read_secret(), arguments.revision, arguments.process)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{arguments.name}: error: {error}", file=sys.stderr)
         return 2

@@ -12,9 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Coroutine
 from typing import Any, ClassVar
 
+import jax
+
 from qwenjax.engine.async_engine import AsyncEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import kv_layout, num_planes
+from qwenjax.engine.handover import kv_layout, num_planes, num_processes, ranks_here
 from qwenjax_serving.protocol.messages import (
     Failed,
     Goodbye,
@@ -31,7 +33,8 @@ from qwenjax_serving.protocol.messages import (
 )
 from qwenjax_serving.protocol.sockets import WorkerSocket
 from qwenjax_serving.transfer.nixl_transport import NixlTransport
-from qwenjax_serving.transfer.staging import StagingBuffer
+from qwenjax_serving.transfer.staging import StagingBuffer, joined
+from qwenjax_serving.workers.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +61,8 @@ class Worker(ABC):
         """fingerprint: of the checkpoint. staging_pages: of the buffer that pages travel through, by default those of
         two longest sequences."""
         self.name, self.instance = name, f"{name}-{uuid.uuid4().hex[:12]}"
-        config, model = engine.config, engine.model
-        slots = 2 * config.max_pages if staging_pages is None else staging_pages
-        if slots < config.max_pages:
-            raise ValueError(
-                f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
-            )
-        self.staging = StagingBuffer(kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots)
+        self.staging = make_staging(engine, staging_pages)
+        self.peers: Peers | None = None
         self._address, self._secret, self._fingerprint = address, secret, fingerprint
         self._number = 0
         self._engine = engine
@@ -99,6 +97,12 @@ class Worker(ABC):
         self.engine = AsyncEngine(self._engine)
         self.transport = NixlTransport(self.instance)
         await self.transport.start(self.staging.pages)
+        self._layout, self._metadata = self.staging.layout, [self.transport.metadata]
+        if (processes := num_processes(self._engine)) > 1:
+            self.peers = Peers(self._secret)
+            others = await self.peers.meet(processes - 1)
+            self._layout = joined([self._layout, *(other.staging for other in others)])
+            self._metadata += [other.metadata for other in others]
         self._socket = WorkerSocket(self._address, self._secret, self.instance)
         logger.info("worker %s is ready", self.name)
         conversation = [loop.create_task(self._listen()), loop.create_task(self._beat())]
@@ -116,7 +120,9 @@ class Worker(ABC):
             self._socket.send(Goodbye())
             await self._socket.close()
             await self.transport.aclose()
-            await self.engine.aclose()
+            await self.engine.aclose()  # where the other processes end too
+            if self.peers is not None:
+                await self.peers.close()
 
     def send(self, message: Message) -> None:
         """To the router, unless it has not heard this worker's latest Hello. Where a message cannot be sent the router
@@ -188,8 +194,8 @@ class Worker(ABC):
             _model_key(self._engine, self._fingerprint),
             self._engine.ranks * config.max_num_seqs,
             min(config.max_model_len, config.num_pages * config.page_size),
-            self.staging.layout,
-            self.transport.metadata,
+            self._layout,
+            tuple(self._metadata),
         )
         self._socket.send(hello)
 
@@ -224,6 +230,18 @@ class Worker(ABC):
         """Takes no more work, and ends once there is none."""
         self._leaving = time.monotonic()
         self.send(Leaving())
+
+
+def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
+    """A buffer for the parts of pages that this process has. num_slots: by default those of two longest sequences."""
+    config, model = engine.config, engine.model
+    slots = 2 * config.max_pages if num_slots is None else num_slots
+    if slots < config.max_pages:
+        raise ValueError(
+            f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
+        )
+    sizes = num_planes(engine), model.config.head_dim, model.dtype, slots
+    return StagingBuffer(kv_layout(engine), *sizes, ranks_here(engine), jax.process_index())
 
 
 def _model_key(engine: Engine, fingerprint: str) -> str:

@@ -72,6 +72,24 @@ def test_a_process_that_left_is_noticed_by_the_other() -> None:
     leader.close()
 
 
+def test_the_leader_waits_for_every_follower_and_notices_one_that_hangs_or_leaves() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    leader = Leader([ours for ours, _ in pairs], seconds=0.4)
+    followers = [Follower(theirs) for _, theirs in pairs]
+    for follower in followers:
+        follower.acknowledge()
+        follower.acknowledge()
+    leader.wait_for(1)
+    leader.wait_for(2)
+    followers[0].acknowledge()
+    with pytest.raises(PlanTimeoutError, match=r"process 2 has done nothing for 0.4 s"):
+        leader.wait_for(3)
+    pairs[1][1].close()
+    with pytest.raises(ConnectionError, match="process 2 has left"):
+        leader.wait_for(3)
+    leader.close()
+
+
 @pytest.mark.parametrize(("data", "model"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_two_processes_draw_what_one_does(data: int, model: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

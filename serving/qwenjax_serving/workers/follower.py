@@ -1,0 +1,131 @@
+"""What the processes of a worker after the first do: they run what that plans, and read and are read from when it says
+so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import jax
+import numpy as np
+
+from qwenjax.engine.handover import DecodeEngine, PrefillEngine, StagedPages
+from qwenjax.engine.processes import look_up
+from qwenjax_serving.protocol.messages import Done, Joined, Read, Serve, Source, Stop, decode_to_follower
+from qwenjax_serving.protocol.sockets import ConnectedSocket
+from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
+from qwenjax_serving.transfer.reading import Reader
+from qwenjax_serving.workers.peers import ADDRESS_KEY
+from qwenjax_serving.workers.worker import make_staging
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """`run` ends when the first process does, or with an error."""
+
+    def __init__(
+        self, name: str, engine: PrefillEngine | DecodeEngine, secret: bytes, staging_pages: int | None
+    ) -> None:
+        self._engine, self._secret, self._process = engine, secret, jax.process_index()
+        self._name = f"{name}-process-{self._process}"
+        self._staging = make_staging(engine, staging_pages)
+        self._orders: dict[int, asyncio.Task[int]] = {}
+        self._serving = ExitStack()
+        self._staged: queue.SimpleQueue[StagedPages | None] = queue.SimpleQueue()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if isinstance(engine, PrefillEngine):
+            engine.on_staged = self._staged.put
+        else:
+            engine.take_staged = self._take_staged
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._transport = NixlTransport(self._name)
+        await self._transport.start(self._staging.pages)
+        self._reader = Reader(self._transport, self._staging)
+        address = await asyncio.to_thread(look_up, ADDRESS_KEY)
+        self._socket = ConnectedSocket(address, self._secret, self._name, decode_to_follower)
+        for work in self._engine.follow, self._stage:
+            threading.Thread(target=self._work, args=(loop, work), name=work.__name__, daemon=True).start()
+        listening = loop.create_task(self._listen())
+        try:
+            await asyncio.wait([listening, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            for done in (listening, self._ended):
+                if done.done():
+                    done.result()
+        finally:
+            self._staged.put(None)
+            listening.cancel()
+            for order in (orders := list(self._orders.values())):
+                order.cancel()
+            await asyncio.gather(*orders, return_exceptions=True)
+            self._serving.close()
+            await self._socket.close()
+            await self._transport.aclose()
+
+    def _work(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+        """In a thread of its own: the end of either, and any error, ends the process."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as found:
+            error = found
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._end, error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    async def _listen(self) -> None:
+        while not self._socket.send(Joined(self._process, self._staging.layout, self._transport.metadata)):
+            await asyncio.sleep(0.05)  # not connected yet
+        while True:
+            message = await self._socket.receive()
+            match message:
+                case Source():
+                    await self._reader.learn(message)
+                case Read():
+                    reading = self._reader.read(message.offer, message.slots, message.first, message.ranks)
+                    task = self._orders[message.order] = asyncio.get_running_loop().create_task(reading)
+                    task.add_done_callback(partial(self._answer, message.order))
+                case Stop():
+                    if (order := self._orders.get(message.order)) is not None:
+                        order.cancel()
+                case Serve():
+                    self._serving.close()
+                    if message.on:
+                        self._serving.enter_context(self._transport.serving())
+
+    def _answer(self, order: int, task: asyncio.Task[int]) -> None:
+        del self._orders[order]
+        if task.cancelled():
+            self._socket.send(Done(order, 0, "given up"))
+        elif (error := task.exception()) is None:
+            self._socket.send(Done(order, task.result(), None))
+        else:
+            self._socket.send(Done(order, 0, str(error)))
+            if not isinstance(error, TransferError | ValueError):
+                self._end(error)
+
+    def _take_staged(self, slots: Sequence[int]) -> np.ndarray:
+        return self._staging.pages[:, list(slots)]
+
+    def _stage(self) -> None:
+        """Puts pages into their slots as they are computed; -1 for those that nobody waits for any more."""
+        while (staged := self._staged.get()) is not None:
+            pages, planes = staged.on_host(), slice(staged.first_plane, staged.first_plane + staged.num_planes)
+            for place, slot in enumerate(staged.slots):
+                if slot >= 0:
+                    self._staging.pages[:, slot, :, planes] = pages[:, place]
+            self._engine.acknowledge()

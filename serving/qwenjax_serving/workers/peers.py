@@ -1,0 +1,76 @@
+"""The other processes of a worker over several, from the first one's side."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Sequence
+
+from qwenjax.engine.processes import coordinator_host, publish
+from qwenjax_serving.protocol.messages import Done, Joined, Message, Offer, Read, Stop, decode_to_leader
+from qwenjax_serving.protocol.sockets import BoundSocket
+from qwenjax_serving.transfer.nixl_transport import TransferError
+
+ADDRESS_KEY = "peers"  # that the first process publishes where it is reached under
+_MEET = 300.0  # seconds for all to have loaded and compiled
+_SETTLE = 30.0  # seconds in which an order that is given up is answered
+
+
+class Peers:
+    """Each reads and is read from by itself, when the first says so."""
+
+    def __init__(self, secret: bytes) -> None:
+        host = socket.gethostbyname(coordinator_host())
+        self._socket = BoundSocket(f"tcp://{host}:0", secret, decode_to_leader)
+        self._joined: dict[int, tuple[bytes, Joined]] = {}
+        self._orders: dict[int, asyncio.Future[Done]] = {}
+        self._numbers = itertools.count()
+        self._listening: asyncio.Task[None] | None = None
+        publish(ADDRESS_KEY, self._socket.address)
+
+    async def meet(self, count: int) -> list[Joined]:
+        """Waits for `count` others; what they say of themselves, in order. Raises TimeoutError."""
+        async with asyncio.timeout(_MEET):
+            while len(self._joined) < count:
+                sender, message = await self._socket.receive()
+                if isinstance(message, Joined):
+                    self._joined[message.process] = sender, message
+        self._listening = asyncio.get_running_loop().create_task(self._listen())
+        return [self._joined[process][1] for process in sorted(self._joined)]
+
+    def tell(self, message: Message) -> None:
+        """All of them."""
+        for sender, _ in self._joined.values():
+            self._socket.send(sender, message)
+
+    async def read(self, process: int, offer: Offer, slots: Sequence[int], first: int, ranks: Sequence[int]) -> int:
+        """Lets a process read what `Reader.read` would here, and as that does: it raises TransferError, and is over
+        only when nothing touches the slots. Raises RuntimeError where the process does not answer."""
+        order, sender = next(self._numbers), self._joined[process][0]
+        answer = self._orders[order] = asyncio.get_running_loop().create_future()
+        self._socket.send(sender, Read(order, offer, tuple(slots), first, tuple(ranks)))
+        try:
+            done = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self._socket.send(sender, Stop(order))
+            await asyncio.wait([answer], timeout=_SETTLE)
+            if not answer.done():
+                raise RuntimeError(f"process {process} does not answer") from None
+            raise
+        finally:
+            del self._orders[order]
+        if done.error is not None:
+            raise TransferError(f"process {process}: {done.error}")
+        return done.num_bytes
+
+    async def close(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        await self._socket.close()
+
+    async def _listen(self) -> None:
+        while True:
+            _, message = await self._socket.receive()
+            if isinstance(message, Done) and (answer := self._orders.get(message.order)) is not None:
+                answer.set_result(message)

@@ -1,0 +1,74 @@
+"""The supervisor and processes that do nothing: who is started, and what happens when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwenjax_serving import supervisor as supervisor_module
+from qwenjax_serving.deployment import Deployment, WorkerPlan
+from qwenjax_serving.supervisor import Supervisor
+from qwenjax_serving.workers.process import COORDINATOR_VARIABLE, LOCAL_DEVICES_VARIABLE
+
+PLANS = (
+    WorkerPlan("prefill-0", "prefill", {"model_parallel": 4}, processes=2),
+    WorkerPlan("decode-0", "decode", {}),
+)
+
+
+def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE", 0.05)
+    names = COORDINATOR_VARIABLE, LOCAL_DEVICES_VARIABLE, "JAX_NUM_CPU_DEVICES"
+    program = (
+        "import os, sys, time\n"
+        f"said = [*sys.argv[1:], *(os.environ.get(name, '') for name in {names})]\n"
+        f"open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w').write(' '.join(said))\n"
+        "time.sleep(60)"
+    )
+
+    def of(pid: int) -> list[str]:
+        """What a process was told, once it says so."""
+        path = tmp_path / str(pid)
+        return path.read_text().split(" ") if path.exists() else []
+
+    async def test() -> None:
+        supervisor = Supervisor("model", Path("file"), Deployment(PLANS), "address", b"secret")
+        supervisor._command = [sys.executable, "-c", program]
+        running = asyncio.create_task(supervisor.run(lambda name: True))
+        try:
+
+            async def pids() -> dict[str, list[int]]:
+                found: dict[str, list[int]] = {}
+                while sum(map(len, found.values())) < 3 or not all(of(pid) for each in found.values() for pid in each):
+                    await asyncio.sleep(0.02)
+                    living = {
+                        name: [process.pid for process in processes if process.returncode is None]
+                        for name, processes in supervisor.processes.items()
+                    }
+                    found = {name: each for name, each in living.items() if each}
+                return found
+
+            first = await pids()
+            told = [of(pid) for pid in first["prefill-0"]]
+            assert [each[:4] for each in told] == [["--name", "prefill-0", "--process", place] for place in "01"]
+            assert told[0][4] == told[1][4] != ""  # where they meet
+            assert [each[5:] for each in told] == [["0,1", "2"], ["2,3", "2"]]
+            assert of(first["decode-0"][0])[4:] == ["", "", "1"]
+
+            await asyncio.sleep(0.6)  # until it has seen that they joined
+            os.kill(first["prefill-0"][1], 9)
+            second = first
+            while len(second["prefill-0"]) < 2 or set(second["prefill-0"]) & set(first["prefill-0"]):
+                second = await pids()
+            assert second["decode-0"] == first["decode-0"]
+        finally:
+            await supervisor.stop()
+            running.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 40))
