@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 
 from qwenjax_ffi.weights import MX_BLOCK, MXFP8Weight
 
@@ -93,4 +94,13 @@ def _power_of_two(amax: jax.Array, max_exponent: int, max_mantissa: int) -> tupl
 
 
 def _round(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return values.astype(dtype).astype(jnp.float32)
+    """float32 values rounded to nearest, ties to even, as the dtype keeps them, in whose range they are; NaN for what
+    is not finite.
+
+    Not by converting there and back: XLA leaves that out on a GPU (xla_allow_excess_precision), seen on an H200.
+    """
+    info = ml_dtypes.finfo(dtype)
+    step = float(info.smallest_subnormal)
+    normal = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=info.nmant)
+    rounded = jnp.where(jnp.abs(values) < float(info.smallest_normal), jnp.round(values / step) * step, normal)
+    return jnp.where(jnp.isfinite(values), rounded, jnp.nan)
