@@ -72,5 +72,7 @@ class Peers:
     async def _listen(self) -> None:
         while True:
             _, message = await self._socket.receive()
-            if isinstance(message, Done) and (answer := self._orders.get(message.order)) is not None:
-                answer.set_result(message)
+            if isinstance(message, Done):
+                answer = self._orders.get(message.order)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
