@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qwenjax.engine.build import build_engine
-from qwenjax.engine.handover import PrefillEngine
+from qwenjax.engine.prefill_engine import PrefillEngine
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import (
     Failed,

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from qwenjax.engine.handover import Arrived, DecodeEngine, ranks_by_process
+from qwenjax.engine.decode_engine import Arrived, DecodeEngine
+from qwenjax.engine.handover import ranks_by_process
 from qwenjax_serving.protocol.messages import (
     Admit,
     Full,

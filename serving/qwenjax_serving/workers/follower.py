@@ -14,7 +14,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from qwenjax.engine.handover import DecodeEngine, PrefillEngine, StagedPages
+from qwenjax.engine.decode_engine import DecodeEngine
+from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.engine.processes import look_up
 from qwenjax_serving.protocol.messages import Done, Joined, Read, Serve, Source, Stop, decode_to_follower
 from qwenjax_serving.protocol.sockets import ConnectedSocket

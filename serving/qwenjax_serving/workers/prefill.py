@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qwenjax.engine.handover import PrefillEngine, StagedPages, StagedPart
+from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages, StagedPart
 from qwenjax.outputs import RequestOutput
 from qwenjax_serving.protocol.messages import Handover, Offer, Prefill, Prefilled, Release, Role, Serve, ToWorker
 from qwenjax_serving.workers.growth import Growth

@@ -22,7 +22,8 @@ import jax
 from qwenjax.checkpoint.fingerprint import checkpoint_fingerprint
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.engine.build import build_engine
-from qwenjax.engine.handover import DecodeEngine, PrefillEngine
+from qwenjax.engine.decode_engine import DecodeEngine
+from qwenjax.engine.prefill_engine import PrefillEngine
 from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
 from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.follower import Follower

@@ -13,8 +13,10 @@ import pytest
 from qwenjax import RequestOutput, SamplingParams
 from qwenjax.engine import engine as engine_module
 from qwenjax.engine.build import build_engine
+from qwenjax.engine.decode_engine import Arrived, DecodeEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import Arrived, DecodeEngine, PrefillEngine, StagedPages, kv_layout, num_planes
+from qwenjax.engine.handover import kv_layout, num_planes
+from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.kv_transfer import Pages, plan_transfer
 from tests.generation import greedy, random_ids, small_llm
 from tests.qwenjax.engine.test_speculation import with_head
