@@ -159,11 +159,14 @@ def test_emulated_sums_are_float32_in_the_order_of_choices_and_read_no_other_row
     out_dtype = BFloat16 if name == "bfloat16" else Float32
     kernel = SumRows(tokens=tokens, top_k=top_k, features=features, out_dtype=out_dtype)
     out = np.full((tokens, features), np.nan, ml_dtypes.bfloat16 if name == "bfloat16" else np.float32)
-    launch(compiled(FAST, "sm_90a")[1][case], [rows, token_rows, out], (kernel.blocks, 1))
+    blocks = min(kernel.blocks, 40)
+    launch(compiled(FAST, "sm_90a")[1][case], [rows, token_rows, out], (blocks, 1))
     total = np.zeros((tokens, features), np.float32)
     for choice in token_rows.T:
         total += np.where((choice >= 0)[:, None], rows[np.maximum(choice, 0)].astype(np.float32), 0)
-    np.testing.assert_array_equal(out, total.astype(out.dtype))
+    written = blocks // kernel.slabs
+    np.testing.assert_array_equal(out[:written], total[:written].astype(out.dtype))
+    assert np.isnan(out[written:].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (256, 16), (513, 8), (16384, 8), (65537, 16), (1 << 20, 8)])
