@@ -21,9 +21,14 @@ from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_r
 from qwenjax.rope import cos_sin, inverse_frequencies, rotate
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import all_reduce, all_reduce_rms_norm
-from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
+from qwenjax_ffi.expert_parallel import (
+    ExpertWeights,
+    moe_replicated_tokens,
+    moe_replicated_tokens_rms_norm,
+    moe_sharded_tokens,
+)
 from qwenjax_ffi.linear import linear
-from qwenjax_ffi.norm import rms_norm
+from qwenjax_ffi.norm import add_rms_norm, rms_norm
 from qwenjax_ffi.routing import top_k_experts
 
 Context = TypeVar("Context", bound=AttentionContext)
@@ -107,8 +112,7 @@ class Attention(nnx.Module):
         if self.o_bias is None:
             return all_reduce_rms_norm(out, x, weight, self.eps, MODEL, epochs)
         out, epochs = all_reduce(out, MODEL, epochs)
-        x = x + (out + self.o_bias[layer])
-        return x, rms_norm(x, weight, self.eps), epochs
+        return *add_rms_norm(x, out + self.o_bias[layer], weight, self.eps), epochs
 
     def _linear(self, x: jax.Array, weight: nnx.Param, layer: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
         return linear(x, weight[...], layer, _value(bias), activation_format=self.activation_format)
@@ -130,6 +134,7 @@ class SparseExperts(nnx.Module):
         layers, hidden, width = len(config.sparse_layers), config.hidden_size, config.moe_intermediate_size
         experts, ranks = config.num_experts, (DATA, MODEL)
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.eps = config.rms_norm_eps
         self.data_ranks, self.model_ranks = mesh.shape[DATA], mesh.shape[MODEL]
         self.activation_format = make.activation_format
         self.router = make.matrix((layers, experts, hidden))
@@ -140,21 +145,42 @@ class SparseExperts(nnx.Module):
         self, x: jax.Array, valid: jax.Array, index: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """x: [batch, tokens, hidden]; valid: bool [batch, tokens], false for padding; index: among the MoE layers."""
+        tokens, ids, weights, experts = self._routed(x, valid, index)
+        ranks, kept_as = (DATA, MODEL), self.activation_format
+        if self.data_ranks == 1:
+            out, epochs = moe_replicated_tokens(tokens, ids, weights, experts, ranks, epochs, kept_as)
+        elif self.model_ranks == 1:
+            out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, ranks, epochs, kept_as)
+        else:
+            all_x, all_ids, all_weights = jax.lax.all_gather((tokens, ids, weights), DATA, tiled=True)
+            total, epochs = moe_replicated_tokens(all_x, all_ids, all_weights, experts, ranks, epochs, kept_as)
+            start = jax.lax.axis_index(DATA) * tokens.shape[0]
+            out = jax.lax.dynamic_slice_in_dim(total, start, tokens.shape[0])
+        return out.reshape(x.shape), epochs
+
+    def add_and_norm(
+        self, x: jax.Array, normed: jax.Array, valid: jax.Array, index: jax.Array, weight: jax.Array, epochs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x + the experts' results for normed, its RMSNorm times weight, and the epochs."""
+        if self.data_ranks > 1:
+            out, epochs = self(normed, valid, index, epochs)
+            return *add_rms_norm(x, out, weight, self.eps), epochs
+        tokens, ids, weights, experts = self._routed(normed, valid, index)
+        total, total_normed, epochs = moe_replicated_tokens_rms_norm(
+            tokens, ids, weights, experts, (DATA, MODEL), x.reshape(tokens.shape), weight, self.eps, epochs,
+            self.activation_format,
+        )  # fmt: skip
+        return total.reshape(x.shape), total_normed.reshape(x.shape), epochs
+
+    def _routed(
+        self, x: jax.Array, valid: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, ExpertWeights]:
+        """The tokens [batch * tokens, hidden], their experts and routing weights, and the experts of this rank."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = linear(tokens, self.router[...], index, out_dtype=jnp.float32)
         weights, ids = top_k_experts(logits, self.top_k, self.norm_topk_prob)
         ids = jnp.where(valid.reshape(-1, 1), ids, -1)
-        experts, kept_as = ExpertWeights(self.w13[...], self.w2[...], index), self.activation_format
-        if self.data_ranks == 1:
-            out, epochs = moe_replicated_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs, kept_as)
-        elif self.model_ranks == 1:
-            out, epochs = moe_sharded_tokens(tokens, ids, weights, experts, (DATA, MODEL), epochs, kept_as)
-        else:
-            all_x, all_ids, all_weights = jax.lax.all_gather((tokens, ids, weights), DATA, tiled=True)
-            total, epochs = moe_replicated_tokens(all_x, all_ids, all_weights, experts, (DATA, MODEL), epochs, kept_as)
-            start = jax.lax.axis_index(DATA) * tokens.shape[0]
-            out = jax.lax.dynamic_slice_in_dim(total, start, tokens.shape[0])
-        return out.reshape(x.shape), epochs
+        return tokens, ids, weights, ExpertWeights(self.w13[...], self.w2[...], index)
 
 
 class DenseMLP(nnx.Module):
@@ -162,18 +188,27 @@ class DenseMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: Parameters) -> None:
         layers, hidden, width = len(config.dense_layers), config.hidden_size, config.intermediate_size
-        self.activation_format = make.activation_format
+        self.eps, self.activation_format = config.rms_norm_eps, make.activation_format
         self.gate_proj = make.matrix((layers, width, hidden), None, MODEL)
         self.up_proj = make.matrix((layers, width, hidden), None, MODEL)
         self.down_proj = make.matrix((layers, hidden, width), None, None, MODEL)
 
     def __call__(self, x: jax.Array, index: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x: [batch, tokens, hidden]; index: among the dense layers."""
+        return all_reduce(self._local(x, index), MODEL, epochs)
+
+    def add_and_norm(
+        self, x: jax.Array, normed: jax.Array, index: jax.Array, weight: jax.Array, epochs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x + the MLP's result for normed, its RMSNorm times weight, and the epochs."""
+        return all_reduce_rms_norm(self._local(normed, index), x, weight, self.eps, MODEL, epochs)
+
+    def _local(self, x: jax.Array, index: jax.Array) -> jax.Array:
         kept_as = self.activation_format
         gate = linear(x, self.gate_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
         up = linear(x, self.up_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return all_reduce(linear(hidden, self.down_proj[...], index, activation_format=kept_as), MODEL, epochs)
+        return linear(hidden, self.down_proj[...], index, activation_format=kept_as)
 
 
 class Qwen3Moe(nnx.Module):
@@ -235,30 +270,36 @@ class Qwen3Moe(nnx.Module):
         is_sparse = np.isin(np.arange(config.num_hidden_layers), config.sparse_layers)
         index_in_stack = jnp.asarray(np.where(is_sparse, np.cumsum(is_sparse), np.cumsum(~is_sparse)) - 1, jnp.int32)
 
-        def feed_forward(x: jax.Array, layer: jax.Array, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            index, experts, mlp = index_in_stack[layer], self.experts, self.mlp
+        # What a layer's sum is normalised with is the next layer's, so that one operation adds and normalises it.
+        next_norm = jnp.concatenate([self.input_norm[1:], self.norm[None]])
+
+        def feed_forward(
+            x: jax.Array, normed: jax.Array, layer: jax.Array, epochs: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            index, weight, experts, mlp = index_in_stack[layer], next_norm[layer], self.experts, self.mlp
             if experts is None:
                 assert mlp is not None
-                return mlp(x, index, epochs)
+                return mlp.add_and_norm(x, normed, index, weight, epochs)
             if mlp is None:
-                return experts(x, valid, index, epochs)
+                return experts.add_and_norm(x, normed, valid, index, weight, epochs)
             return jax.lax.cond(
                 jnp.asarray(is_sparse)[layer],
-                lambda: experts(x, valid, index, epochs),
-                lambda: mlp(x, index, epochs),
+                lambda: experts.add_and_norm(x, normed, valid, index, weight, epochs),
+                lambda: mlp.add_and_norm(x, normed, index, weight, epochs),
             )
 
         def block(
-            layer: jax.Array, carry: tuple[jax.Array, Context, jax.Array]
-        ) -> tuple[jax.Array, Context, jax.Array]:
-            x, context, epochs = carry
-            normed = rms_norm(x, self.input_norm[layer], config.rms_norm_eps)
+            layer: jax.Array, carry: tuple[jax.Array, jax.Array, Context, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, Context, jax.Array]:
+            x, normed, context, epochs = carry
             out, context = self.attention.local(normed, layer, rotary, context)
             x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[layer], epochs)
-            out, epochs = feed_forward(normed, layer, epochs)
-            return x + out, context, epochs
+            x, normed, epochs = feed_forward(x, normed, layer, epochs)
+            return x, normed, context, epochs
 
-        return jax.lax.fori_loop(start, stop, block, (x, context, epochs))
+        normed = rms_norm(x, self.input_norm[start], config.rms_norm_eps)
+        x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs))
+        return x, context, epochs
 
     def normalised(self, x: jax.Array) -> jax.Array:
         """The hidden states that `logits` takes, of what the last layer returned."""

@@ -61,11 +61,11 @@ class MTPHead(nnx.Module):
         )
         x = self.combine(embedding, hidden)
         normed = rms_norm(x, self.input_norm[_LAYER], config.rms_norm_eps)
-        out, context, epochs = self.attention(normed, layer, rotary, context, epochs)
-        x = x + out
-        normed = rms_norm(x, self.post_attention_norm[_LAYER], config.rms_norm_eps)
-        out, epochs = self.experts(normed, context.positions >= 0, layer, epochs)
-        return rms_norm(x + out, self.norm[...], config.rms_norm_eps), context, epochs
+        out, context = self.attention.local(normed, layer, rotary, context)
+        x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[_LAYER], epochs)
+        valid = context.positions >= 0
+        _, normed, epochs = self.experts.add_and_norm(x, normed, valid, layer, self.norm[...], epochs)
+        return normed, context, epochs
 
     def combine(self, embedding: jax.Array, hidden: jax.Array) -> jax.Array:
         """The layer's input [..., hidden]: both normalised, concatenated and projected to one width."""

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwenjax_ffi import all_reduce_kernel as kernels
 from qwenjax_ffi.all_reduce_choice import choose_algorithm
 from qwenjax_ffi.implementation import Implementation, choose
-from qwenjax_ffi.norm import rms_norm
+from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
 from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
@@ -198,8 +198,7 @@ def all_reduce_rms_norm(
         summing: Implementation, x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         total, epochs = all_reduce(x, axis_name, epochs, implementation=summing)
-        total = residual + total
-        return total, rms_norm(total, weight, eps), epochs
+        return *add_rms_norm(residual, total, weight, eps), epochs
 
     if choose("all_reduce_rms_norm", implementation, why) == "reference":
         return apart(implementation, x, residual, weight, epochs)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.collectives import AxisName, all_reduce
+from qwenjax_ffi.collectives import AxisName, all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.packing import AnyWeight
@@ -98,9 +98,39 @@ def moe_replicated_tokens(
     x: [tokens, hidden], ids int32 and weights float32 [tokens, top_k]: the same on every rank of `axis_name`.
     Returns ([tokens, hidden] of x's dtype, the same on every rank, and the advanced epochs).
     """
+    return all_reduce(_of_this_rank(x, ids, weights, experts, axis_name, activation_format), axis_name, epochs)
+
+
+def moe_replicated_tokens_rms_norm(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    axis_name: AxisName,
+    residual: jax.Array,
+    norm_weight: jax.Array,
+    eps: float,
+    epochs: jax.Array,
+    activation_format: ActivationFormat = "model",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """residual + what `moe_replicated_tokens` returns, its RMSNorm times norm_weight, and the advanced epochs.
+
+    residual: [tokens, hidden]; norm_weight: [hidden], as `collectives.all_reduce_rms_norm` takes them.
+    """
+    partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
+    return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs)
+
+
+def _of_this_rank(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    axis_name: AxisName,
+    activation_format: ActivationFormat,
+) -> jax.Array:
     first = jax.lax.axis_index(axis_name) * experts.w13.shape[1]
-    partial = local_experts(x, ids, weights, experts, first, activation_format)
-    return all_reduce(partial, axis_name, epochs)
+    return local_experts(x, ids, weights, experts, first, activation_format)
 
 
 def moe_sharded_tokens(

@@ -15,3 +15,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (weight.astype(x.dtype) * normed.astype(x.dtype)).astype(x.dtype)
+
+
+def add_rms_norm(residual: jax.Array, x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """residual + x, rounded to their dtype, and the RMSNorm of that.
+
+    The rounding is spelt out: XLA leaves it away where a float32 computation follows in the same fusion, and the kernel
+    of `collectives.all_reduce_rms_norm` does not.
+    """
+    total = residual + x
+    info = jnp.finfo(total.dtype)
+    total = jax.lax.reduce_precision(total, info.nexp, info.nmant)
+    return total, rms_norm(total, weight, eps)

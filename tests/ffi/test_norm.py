@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwenjax_ffi.norm import rms_norm
+from qwenjax_ffi.norm import add_rms_norm, rms_norm
 
 WEIGHT = np.random.default_rng(0).uniform(0.5, 1.5, 48).astype(np.float32)
 
@@ -46,3 +47,12 @@ def test_bfloat16_is_rounded_before_and_after_the_weight_as_transformers_does() 
     # Float32 statistics may differ in the last bit and fall on the other side of a tie: nearly all bits are equal.
     assert (ours == theirs).mean() > 0.99
     np.testing.assert_allclose(ours, theirs, rtol=2**-7)
+
+
+def test_the_sum_is_rounded_before_its_norm_whatever_is_in_one_program() -> None:
+    x, residual = (jax.random.normal(jax.random.key(seed), (7, 64), jnp.bfloat16) for seed in (0, 1))
+    weight = jax.random.normal(jax.random.key(2), (64,), jnp.bfloat16)
+    total, normed = jax.jit(add_rms_norm, static_argnums=3)(residual, x, weight, 1e-6)
+    rounded = residual + x  # a program of its own
+    np.testing.assert_array_equal(total, rounded)
+    np.testing.assert_array_equal(normed, jax.jit(rms_norm, static_argnums=2)(rounded, weight, 1e-6))
