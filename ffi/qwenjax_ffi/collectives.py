@@ -27,7 +27,7 @@ from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
 from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
-from qwenjax_kernels.heap_layout import MAX_RANKS, RANK_WORD, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
+from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, RANK_WORD, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,11 @@ def close_heap(mesh: Mesh, axis_name: str) -> None:
 def mesh_heap(mesh: Mesh, axis_name: str, exchange: ExchangeRows | None = None) -> SymmetricHeap | None:
     """The heap behind `fresh_epochs`, made when it is first asked for; None where there is none.
 
-    One that is asked for with more or less room for `exchange`, in whole MiB a pair of ranks, is another heap.
+    One with more room for `exchange` than is asked for does as well; with less, another heap is made beside it.
     """
-    key = mesh, axis_name, exchange.units if exchange else 0
+    units = exchange.units if exchange else 0
+    roomy = [key for key in _heaps if key[:2] == (mesh, axis_name) and key[2] >= units]
+    key = min(roomy, key=lambda key: key[2], default=(mesh, axis_name, units))
     if key not in _heaps:
         _heaps[key] = _make_heap(*key)
     return _heaps[key]
@@ -93,6 +95,11 @@ def _make_heap(mesh: Mesh, axis_name: str, units: int) -> SymmetricHeap | None:
         capability = getattr(device, "compute_capability", "unknown")
         if capability not in ("9.0", "10.0", "10.3"):
             raise SymmetricMemoryUnavailable(f"compute capability {capability}; the kernels are for 9.0 and 10.x")
+        processors = getattr(device, "core_count", MAX_BLOCKS)
+        if processors < MAX_BLOCKS:
+            raise SymmetricMemoryUnavailable(
+                f"{processors} multiprocessors; blocks that wait for one another are {MAX_BLOCKS}, all resident at once"
+            )
         return SymmetricHeap(mesh, axis_name, exchange_units=units)
     except SymmetricMemoryUnavailable as error:
         logger.warning(

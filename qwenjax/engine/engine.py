@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -278,7 +279,7 @@ class Engine:
             self._end = meet()
 
     def _load_kernels(self) -> None:
-        """Runs every program once over nothing, with collectives that return at once.
+        """Runs every program that communicates once over nothing, with collectives that return at once.
 
         Loading a kernel waits for what runs on the process's GPUs, which may wait for the kernel (docs/collectives.md):
         all have to be loaded before the first that waits. The slots are made anew, since the results mean nothing.
@@ -293,8 +294,11 @@ class Engine:
                 rows = prefill_table(self.config, self.ranks, prompts, _no_sampling, False, False)
                 self._run_prefill(prompts, self._placed(rows))
             elif name == "decode":
+                # One step of slots that end with it: their limit is a length of 0, so that they write nothing.
                 batch, num_drafts = size
                 lanes = decode_table(self.config, self.ranks, Decode(batch, num_drafts, 1, []), False)
+                lane_columns(self.config).one(lanes, "keep")[:] = 1
+                self._slots = replace(self._slots, active=jnp.ones_like(self._slots.active))
                 self._run((name, size), self._placed(lanes))
         jax.block_until_ready(self._slots)
         jax.tree.map(lambda leaf: leaf.delete(), self._slots)

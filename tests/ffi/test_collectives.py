@@ -242,11 +242,11 @@ class GpuMesh:
     """As much of a mesh of GPUs as the decision for a heap looks at."""
 
     class Device:
-        platform, compute_capability = "gpu", "9.0"
+        platform, compute_capability, core_count = "gpu", "9.0", 132
 
-    def __init__(self, data: int, model: int, capability: str = "9.0") -> None:
+    def __init__(self, data: int, model: int, capability: str = "9.0", processors: int = 132) -> None:
         device = self.Device()
-        device.compute_capability = capability
+        device.compute_capability, device.core_count = capability, processors
         self.local_devices, self.size = [device] * (data * model), data * model
         self.shape, self.axis_names = {"data": data, "model": model}, ("data", "model")
 
@@ -268,16 +268,29 @@ def test_ranks_that_cannot_be_mapped_run_the_reference_and_say_so_once(
     assert "over model: device 0 cannot map the memory of device 1. Collectives there run as XLA's" in record.message
 
 
+def test_a_heap_with_more_room_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(collectives, "SymmetricHeap", lambda mesh, axis_name, exchange_units: exchange_units)
+    gpus: Any = GpuMesh(1, 2)
+    few, many = (collectives.ExchangeRows(tokens, 4096, 8, jnp.dtype(jnp.bfloat16)) for tokens in (1, 1024))
+    made = [collectives.mesh_heap(gpus, "model", rows) for rows in (few, many, few, None)]
+    assert made[0] == few.units < many.units == made[1]
+    assert made[2:] == [few.units, few.units]
+    other: Any = GpuMesh(1, 2)
+    assert [collectives.mesh_heap(other, "model", rows) for rows in (many, few)] == [many.units] * 2
+
+
 @pytest.mark.parametrize(
     ("gpus", "why"),
     [
         (GpuMesh(1, 32), "32 ranks; the kernels are for 16 and fewer"),
         (GpuMesh(1, 2, "8.0"), "compute capability 8.0"),
+        (GpuMesh(1, 2, processors=114), "114 multiprocessors; blocks that wait for one another are 128"),
         (GpuMesh(2, 1), None),
         (GpuMesh(2, 2), None),
         (GpuMesh(1, 1), None),
     ],
-    ids=["too many", "Ampere", "decode", "both axes", "one rank"],
+    ids=["too many", "Ampere", "H100 PCIe", "decode", "both axes", "one rank"],
 )
 def test_meshes_without_a_heap(gpus: Any, why: str | None, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("cutlass")

@@ -203,7 +203,16 @@ def test_loading_kernels_runs_all_that_communicates_and_leaves_idle_slots(
         ran = list[Any]()
         with monkeypatch.context() as patch:
             run = engine._run
-            patch.setattr(engine, "_run", lambda program, *a, run=run, ran=ran: ran.append(program) or run(program, *a))
+
+            def counted(program: Any, *arguments: Any, run: Any = run, engine: Any = engine, ran: Any = ran) -> Any:
+                before = np.array(engine._slots.epochs)
+                results = run(program, *arguments)
+                collectives = np.array(engine._slots.epochs) - before
+                assert (collectives > 0).all() or program[0] in ("begin", "finish")
+                ran.append(program)
+                return results
+
+            patch.setattr(engine, "_run", counted)
             engine._load_kernels()
         assert set(ran) == {program for program in engine._compiled if program[0] not in ("gather", "scatter", "admit")}
     results = pair.generate({"after loading": REQUESTS["greedy"]})
