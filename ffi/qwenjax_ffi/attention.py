@@ -28,11 +28,12 @@ def write_pages(
     """The cache with `values` at their positions; in place where the cache is donated.
 
     cache: [layers, pages, kv_heads, page_size, head_dim]; values: [batch, tokens, kv_heads, head_dim]; page_table:
-    int32 [batch, max_pages]; positions: int32 [batch, tokens], -1 for padding, which is not written.
+    int32 [batch, max_pages]; positions: int32 [batch, tokens], -1 for padding, which is not written, nor is what has no
+    page of the cache.
     """
     num_pages, page_size = cache.shape[1], cache.shape[3]
     page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
-    page = jnp.where(positions >= 0, page, num_pages)  # out of range: dropped
+    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)  # out of range: dropped
     layer = jnp.asarray(layer, jnp.int32).reshape(())
     return cache.at[layer, page, :, positions % page_size].set(values.astype(cache.dtype), mode="drop")
 
@@ -50,28 +51,29 @@ def write_keys_and_values(
 ) -> tuple[jax.Array, jax.Array]:
     """Both caches, as `write_pages` makes them; by a kernel in one launch."""
     k, v = k.astype(key_cache.dtype), v.astype(value_cache.dtype)
-    if choose("write_keys_and_values", implementation, attention_kernel.writes_unavailable(k)) == "kernel":
+    why = attention_kernel.writes_unavailable(k, v, key_cache, value_cache)
+    if choose("write_keys_and_values", implementation, why) == "kernel":
         return attention_kernel.write_pages(key_cache, value_cache, k, v, page_table, positions, layer)
     keys = write_pages(key_cache, k, page_table, positions, layer)
     return keys, write_pages(value_cache, v, page_table, positions, layer)
 
 
-def unavailable_forms(q: jax.Array, k_cache: jax.Array) -> dict[Form, str]:
+def unavailable_forms(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> dict[Form, str]:
     """Why each form that cannot run with these arguments on this machine cannot."""
     reasons: dict[Form, str | None] = {
-        "kernel": attention_kernel.unavailable(q, k_cache),
-        "cudnn": attention_gathered.unavailable(q, k_cache),
+        "kernel": attention_kernel.unavailable(q, k_cache, v_cache),
+        "cudnn": attention_gathered.unavailable(q, k_cache, v_cache),
     }
     return {form: reason for form, reason in reasons.items() if reason}
 
 
-def choose_form(q: jax.Array, k_cache: jax.Array, implementation: Form | Literal["auto"]) -> Form:
+def choose_form(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, implementation: Form | Literal["auto"]) -> Form:
     """The form that is asked for; "auto": the first that can run of our kernel, cuDNN and the reference.
 
     Raises KernelUnavailableError where that form cannot run, ValueError for another word.
     """
     forms: tuple[Form, ...] = ("kernel", "cudnn", "reference")
-    unavailable = unavailable_forms(q, k_cache)
+    unavailable = unavailable_forms(q, k_cache, v_cache)
     if implementation == "auto":
         return next(form for form in forms if form not in unavailable)
     if implementation not in forms:
@@ -102,7 +104,7 @@ def paged_attention(
     not on its neighbours (cuDNN's form: on the longest of them, too). `choose_form` says what runs and
     `unavailable_forms` why not.
     """
-    form = choose_form(q, k_cache, implementation)
+    form = choose_form(q, k_cache, v_cache, implementation)
     if form == "kernel":
         return attention_kernel.paged_attention(q, k_cache, v_cache, page_table, positions, layer)
     if form == "cudnn":

@@ -12,12 +12,15 @@ _SHORTEST_KEYS = 1024  # of a gathered run; longer ones double up to the longest
 _FOLDED_ROWS = 128  # query rows of a kv head up to which a group's query heads become rows: its keys are read once
 
 
-def unavailable(q: jax.Array, k_cache: jax.Array) -> str | None:
+def unavailable(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why cuDNN's attention cannot run here, or None."""
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()}, and cuDNN needs an NVIDIA GPU"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
-        return f"queries are {q.dtype} and the cache {k_cache.dtype}; cuDNN takes bfloat16 or float16, both alike"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+        return (
+            f"queries are {q.dtype} and the caches {k_cache.dtype} and {v_cache.dtype}; "
+            "cuDNN takes bfloat16 or float16, all alike"
+        )
     if q.shape[-1] % 8 or q.shape[-1] > 128:
         return f"head_dim is {q.shape[-1]}; cuDNN takes multiples of 8 up to 128"
     return None

@@ -18,20 +18,27 @@ from qwenjax_kernels.attention_splits import HEAD_DIMS, MAX_BATCH, MAX_ROWS, PAG
 H200_SMS = 132  # the blocks of a launch; on a chip with another number they are right, and less well balanced
 
 
-def unavailable(q: jax.Array, k_cache: jax.Array) -> str | None:
+def unavailable(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel cannot run with these arguments on this machine; None where it can."""
-    return machine_unavailable() or unsupported(q, k_cache)
+    return machine_unavailable() or unsupported(q, k_cache, v_cache)
 
 
-def unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
+def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel does not take these arguments on any machine; None where it does."""
     batch, tokens, q_heads, head_dim = q.shape
-    kv_heads, page_size = k_cache.shape[2], k_cache.shape[3]
+    _, _, kv_heads, page_size, cached_dim = k_cache.shape
+    if not q.size or not k_cache.size:
+        return f"queries are {list(q.shape)} and the cache {list(k_cache.shape)}; the kernel takes no empty ones"
+    if (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+        return f"keys lie in {_told(k_cache)} and values in {_told(v_cache)}; the kernel takes both alike"
+    if q_heads % kv_heads:
+        return f"{q_heads} query heads and {kv_heads} kv heads; the kernel takes a multiple of these"
     rows = tokens * q_heads // kv_heads
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
         return f"queries are {q.dtype} and the cache {k_cache.dtype}; the kernel takes bfloat16 or float16, both alike"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim is {head_dim}; the kernel takes {' and '.join(map(str, HEAD_DIMS))}"
+    if head_dim not in HEAD_DIMS or cached_dim != head_dim:
+        takes = " and ".join(map(str, HEAD_DIMS))
+        return f"head_dim is {head_dim} and the cache's {cached_dim}; the kernel takes {takes}, both alike"
     if page_size not in PAGE_SIZES:
         return f"page_size is {page_size}; the kernel takes {', '.join(map(str, PAGE_SIZES))}"
     if rows > MAX_ROWS:
@@ -44,11 +51,22 @@ def unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
     return None
 
 
-def writes_unavailable(k: jax.Array) -> str | None:
-    """Why the kernel that writes pages cannot run with these new keys on this machine; None where it can."""
+def writes_unavailable(k: jax.Array, v: jax.Array, key_cache: jax.Array, value_cache: jax.Array) -> str | None:
+    """Why the kernel that writes pages cannot run with these arguments on this machine; None where it can."""
+    if not k.size or not key_cache.size:
+        return f"keys are {list(k.shape)} and their cache {list(key_cache.shape)}; the kernel takes no empty ones"
+    if (k.shape, k.dtype, key_cache.shape) != (v.shape, v.dtype, value_cache.shape):
+        return (
+            f"keys are {_told(k)} for {_told(key_cache)} and values {_told(v)} for {_told(value_cache)}; "
+            "the kernel takes both alike"
+        )
     if (row_bytes := k.shape[-1] * k.dtype.itemsize) % 16:
         return f"a head's row is {row_bytes} bytes; the kernel copies multiples of 16"
     return machine_unavailable()
+
+
+def _told(array: jax.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 @functools.cache
@@ -72,7 +90,7 @@ def paged_attention(
 
     The result's bits depend on splits, not on num_blocks.
     """
-    if reason := unsupported(q, k_cache):
+    if reason := unsupported(q, k_cache, v_cache):
         raise ValueError(f"paged_attention: {reason}")
     batch, tokens, q_heads, head_dim = q.shape
     _, num_pages, kv_heads, page_size, _ = k_cache.shape

@@ -87,13 +87,13 @@ class AttentionCombine:
         max_splits = self.work.splits.max_splits
         first = (Int64(sequence) * self.work.kv_heads + Int64(head)) * (max_splits * self.rows) + Int64(row)
 
-        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()  # sums and stats are written until here, so that their loads are not .nc
         top = Float32(-1e30)
         total = Float32(0.0)
         if lane < splits:
             place = stats + (first + Int64(lane) * self.rows) * 8
-            top = device.load_global_f32(place)
-            total = device.load_global_f32(place + 4)
+            top = device.load_global_f32(place, read_only=False)
+            total = device.load_global_f32(place + 4, read_only=False)
         highest = top
         for distance in (1, 2, 4, 8, 16):
             highest = warp_mma.maximum(highest, cute.arch.shuffle_sync_bfly(highest, distance))
@@ -112,7 +112,8 @@ class AttentionCombine:
             for i in cutlass.range_constexpr(TURN):
                 split = turn * TURN + i
                 address = source + Int64(split) * (self.rows * self.head_dim * 4)
-                loaded.append(device.load_global_v4_or_zeros_if(Int32(holds and split < splits), address))
+                there = Int32(holds and split < splits)
+                loaded.append(device.load_global_v4_or_zeros_if(there, address, read_only=False))
             for i in cutlass.range_constexpr(TURN):
                 factor = cute.arch.shuffle_sync(weight, turn * TURN + i)
                 added = vectors.floats(list(loaded[i]), Float32)

@@ -26,7 +26,7 @@ MAX_STAGES = 6
 
 @dataclass(frozen=True)
 class Splits:
-    """A sequence of n tiles has min(max_splits, ceil(n / min_tiles)) splits of equal size, or one less."""
+    """A sequence of n tiles has at most min(max_splits, ceil(n / min_tiles)) splits, equal but for the last."""
 
     min_tiles: int
     max_splits: int

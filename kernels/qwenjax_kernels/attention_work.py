@@ -17,20 +17,21 @@ from qwenjax_kernels.attention_splits import TILE_KEYS, WARP, Splits
 class AttentionWork:
     """Tables in shared memory, an int32 a sequence: `tile_end`, the inclusive sum of tiles, and `lengths`, of keys."""
 
-    def __init__(self, *, batch: int, tokens: int, kv_heads: int, splits: Splits) -> None:
+    def __init__(self, *, batch: int, tokens: int, kv_heads: int, max_keys: int, splits: Splits) -> None:
         self.batch = batch
+        self.max_keys = max_keys
         self.tokens = tokens
         self.kv_heads = kv_heads
         self.splits = splits
 
     @cute.jit
     def length(self, positions: Int64, sequence: Int32) -> Int32:
-        """Keys of a sequence: its newest position and those before it."""
+        """Keys of a sequence: its newest position and those before it, as far as its pages go."""
         length = Int32(0)
         for token in cutlass.range_constexpr(self.tokens):
             position = device.load_global(positions + (Int64(sequence) * self.tokens + token) * 4)
             length = cutlass.max(length, position + 1)
-        return length
+        return cutlass.min(length, Int32(self.max_keys))
 
     @cute.jit
     def tiles_each(self, tiles: Int32) -> Int32:

@@ -118,10 +118,12 @@ def load_global(address: Int64) -> Int32:
     return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
-def load_global_f32(address: Int64) -> Float32:
-    """One float of global memory that no one writes during the kernel."""
+def load_global_f32(address: Int64, read_only: bool = True) -> Float32:
+    """One float of global memory; read_only: that no one writes during the kernel, its wait for another included."""
     return cute.arch.inline_ptx(
-        "ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+        f"ld.global{'.nc' if read_only else ''}.f32 {{$w0}}, [{{$r0}}];",
+        write_only_types=[Float32],
+        read_only_args=[address],
     )
 
 
@@ -254,12 +256,15 @@ def float_of(bits: Int32) -> Float32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
-def load_global_v4_or_zeros_if(condition: Int32, address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """Four words of global memory that no one writes during the kernel; zeros, unread, where condition is 0."""
+def load_global_v4_or_zeros_if(
+    condition: Int32, address: Int64, read_only: bool = True
+) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """Four words of global memory, read_only as load_global_f32 has it; zeros, unread, where condition is 0."""
     return cute.arch.inline_ptx(
         "{\n.reg .pred loads;\nsetp.ne.s32 loads, {$r0}, 0;\n"
         "mov.b32 {$w0}, 0;\nmov.b32 {$w1}, 0;\nmov.b32 {$w2}, 0;\nmov.b32 {$w3}, 0;\n"
-        "@loads ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}];\n}",
+        f"@loads ld.global{'.nc' if read_only else ''}.v4.b32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}];\n}",
         write_only_types=[Uint32, Uint32, Uint32, Uint32],
         read_only_args=[condition, address],
     )

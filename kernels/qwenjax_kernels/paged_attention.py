@@ -45,7 +45,8 @@ class PagedAttention:
     Shapes: q [batch, tokens, q_heads, head_dim] and out alike; caches [layers, num_pages, kv_heads, page_size,
     head_dim], of any number of layers; page_table int32 [batch, max_pages]; positions int32 [batch, tokens]; layer
     int32 [1]; partial float32 [batch, kv_heads, max_splits, rows, head_dim] and its stats [..., rows, 2], which need no
-    initial value. rows, a kv head's query tokens times its group of query heads, are at most MAX_ROWS.
+    initial value. rows, a kv head's query tokens times its group of query heads, are at most MAX_ROWS. A position past
+    the table is taken for the table's last.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class PagedAttention:
         self.tile_bytes = TILE_KEYS * self.row_bytes
         self.stages = attention_splits.stages(self.rows, head_dim, batch)
         self.exchange_bytes = attention_splits.exchange_bytes(self.rows, head_dim)
-        self.work = AttentionWork(batch=batch, tokens=tokens, kv_heads=kv_heads, splits=splits)
+        self.work = AttentionWork(
+            batch=batch, tokens=tokens, kv_heads=kv_heads, max_keys=max_pages * page_size, splits=splits
+        )
         self.combine = AttentionCombine(
             dtype=dtype,
             batch=batch,
@@ -307,7 +310,7 @@ class PagedAttention:
             for half in cutlass.range_constexpr(2):
                 token = rows[half] // self.group
                 query = Int64(sequence) * self.tokens + Int64(token)
-                newest.append(device.load_global(positions + query * 4))
+                newest.append(cutlass.min(device.load_global(positions + query * 4), length - 1))
                 query_head = head * self.group + rows[half] - token * self.group
                 address = q + (query * self.q_heads + Int64(query_head)) * self.row_bytes + Int64(lane % 4 * 4)
                 for pair in cutlass.range_constexpr(self.head_dim // 8):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qwenjax_ffi.attention import choose_form, paged_attention, unavailable_forms, write_keys_and_values
 from qwenjax_ffi.attention_kernel import paged_attention as kernel_attention
-from qwenjax_ffi.attention_kernel import unsupported
+from qwenjax_ffi.attention_kernel import unsupported, writes_unavailable
 from qwenjax_kernels.attention_splits import SHARED_BYTES, Splits, choose_splits, key_warps, row_tiles, stages
 from tests.ffi.paged_sequences import Shape, errors, expected, paged_sequences
 
@@ -83,24 +83,46 @@ def test_sums_of_splits_take_no_more_memory_with_more_sequences_up_to_512_pairs(
         (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 48, 128), jnp.bfloat16), "page_size is 48"),
         (((1, 33, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "132 rows"),
         (((1025, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "batch is 1025"),
+        (((0, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "no empty ones"),
+        (((1, 0, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "no empty ones"),
+        (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 0, 64, 128), jnp.bfloat16), "no empty ones"),
+        (((1, 1, 7, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), "7 query heads and 2 kv heads"),
+        (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 64), jnp.bfloat16), "and the cache's 64"),
     ],
 )
 def test_what_the_kernel_does_not_take_has_a_reason(q: Any, cache: Any, reason: str) -> None:
-    arrays = [jax.ShapeDtypeStruct(*spec) for spec in (q, cache)]
+    arrays = [jax.ShapeDtypeStruct(*spec) for spec in (q, cache, cache)]
     assert reason in str(unsupported(*arrays))
     with pytest.raises(ValueError, match=reason):
-        kernel_attention(arrays[0], arrays[1], arrays[1], None, None, 0)  # type: ignore[arg-type]
+        kernel_attention(*arrays, None, None, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [((1, 4, 2, 32, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.float16)])
+def test_values_in_another_kind_of_cache_than_keys_have_a_reason(values: Any) -> None:
+    q, keys, other = (
+        jax.ShapeDtypeStruct(*spec)
+        for spec in (((1, 1, 8, 128), jnp.bfloat16), ((1, 4, 2, 64, 128), jnp.bfloat16), values)
+    )
+    assert "the kernel takes both alike" in str(unsupported(q, keys, other))
+    new_keys, new_values = (jax.ShapeDtypeStruct((1, 1, 2, 128), cache.dtype) for cache in (keys, other))
+    assert "the kernel takes both alike" in str(writes_unavailable(new_keys, new_values, keys, other))
+
+
+@pytest.mark.parametrize("new", [(0, 1, 2, 128), (1, 0, 2, 128), (1, 1, 2, 0)])
+def test_no_keys_to_write_are_a_reason(new: tuple[int, ...]) -> None:
+    k, cache = jax.ShapeDtypeStruct(new, jnp.bfloat16), jax.ShapeDtypeStruct((1, 4, 2, 64, 128), jnp.bfloat16)
+    assert "no empty ones" in str(writes_unavailable(k, k, cache, cache))
 
 
 def test_without_a_gpu_the_reference_runs_and_each_other_form_says_why() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     q, cache = jnp.zeros((1, 1, 8, 128), jnp.bfloat16), jnp.zeros((1, 4, 2, 64, 128), jnp.bfloat16)
-    assert unsupported(q, cache) is None
-    assert choose_form(q, cache, "auto") == "reference"
-    assert set(unavailable_forms(q, cache)) == {"kernel", "cudnn"}
+    assert unsupported(q, cache, cache) is None
+    assert choose_form(q, cache, cache, "auto") == "reference"
+    assert set(unavailable_forms(q, cache, cache)) == {"kernel", "cudnn"}
     with pytest.raises(ValueError, match="implementation is 'fastest'"):
-        choose_form(q, cache, "fastest")  # type: ignore[arg-type]
+        choose_form(q, cache, cache, "fastest")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
