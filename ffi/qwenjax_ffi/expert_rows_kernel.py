@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi.implementation import gpu_unavailable
-
-MAX_EXPERTS = 512  # qwenjax_kernels.sort_rows has room for, which a machine without CuTeDSL cannot import
-MAX_TOP_K = 32  # qwenjax_kernels.sum_rows
+from qwenjax_kernels.expert_rows_limits import MAX_EXPERTS, MAX_TOP_K
 
 
 @functools.cache

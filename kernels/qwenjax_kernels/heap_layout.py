@@ -36,7 +36,7 @@ class HeapLayout:
     arrivals: uint64, STEPS times the epochs begun, plus blocks of the last that have begun.
     abort: uint32, not 0 once a rank gave up; recorded: uint32, not 0 once this rank's failure record is written.
     grid_barrier: uint64, blocks that came to the barrier of a grid subset.
-    headers: uint64 [inboxes, ranks], epoch << 32 | tag of the call each rank is in.
+    headers: uint64 [inboxes, ranks], STEPS times the epoch, plus the tag of the call each rank is in.
     signals: uint64 [phases, blocks, ranks], written by the rank of that index.
     inboxes: [inboxes, ranks, halves, vectors, 16 bytes], a half being two words of a vector, each with its epoch behind
     it: apart, so that a warp's stores are of whole lines (side by side they took 8.9 us for 512 KiB).

@@ -15,11 +15,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from qwenjax_kernels import device
+from qwenjax_kernels.expert_rows_limits import MAX_EXPERTS
 
 WARP = 32
 WARPS = 32
 THREADS = WARP * WARPS
-MAX_EXPERTS = 512  # counts of every warp in shared memory: 64 KiB
 ONE_BLOCK_PAIRS = 4 * THREADS
 CHUNKS = 128  # as long as a warp has no more than MAX_TURNS of them
 MAX_TURNS = 8  # a pair's expert and rank stay in registers between counting and placing

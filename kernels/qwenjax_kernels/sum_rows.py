@@ -15,12 +15,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import device, vectors
+from qwenjax_kernels.expert_rows_limits import MAX_TOP_K
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
 VECTOR = 16  # bytes
 PER_VECTOR = 8  # bfloat16
-MAX_TOP_K = 32  # a lane each
 
 
 @dataclass(frozen=True)

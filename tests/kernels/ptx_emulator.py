@@ -1,9 +1,10 @@
 """Runs a kernel's PTX on the CPU, for kernels whose GPU is not at hand: slow, strict, and written from the PTX ISA.
 
-It knows what the Blackwell kernels of this project and paged attention compile to: 32-lane warps that diverge and meet
-again, mbarriers, bulk and cp.async copies, mma.sync, and the tensor instructions of `ptx_tensor_memory`. What is
-asynchronous on a GPU is so here: copies finish in any order, tensor instructions in theirs, and warps take turns, each
-at a speed drawn from the seed: a wait left out shows with some seeds, not with all. Memory begins as NaN bytes.
+It knows what the Blackwell kernels of this project, paged attention and the kernels of the experts' rows compile to:
+32-lane warps that diverge and meet again, mbarriers, the copies and warp products of `ptx_copies_and_products`, and the
+tensor instructions of `ptx_tensor_memory`. What is asynchronous on a GPU is so here: copies finish in any order, tensor
+instructions in theirs, and warps take turns, each at a speed drawn from the seed: a wait left out shows with some
+seeds, not with all. Memory begins as NaN bytes.
 Wrong addresses, registers never written, misaligned accesses, warp-wide instructions without the whole warp, and
 deadlocks are errors.
 What it cannot show: how long anything takes, the rounding of the tensor core's sums, orders between memory proxies.
@@ -21,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.kernels.ptx_copies_and_products import CopiesAndProducts
 from tests.kernels.ptx_tensor_memory import LANES, EmulationError, TensorMemory
 
 SHARED_BASE = 1024
@@ -166,7 +168,7 @@ class Warp:
         return bool((self.pcs == EXITED).all())
 
 
-class Block(TensorMemory):
+class Block(TensorMemory, CopiesAndProducts):
     """One block of a launch."""
 
     def __init__(
@@ -428,40 +430,6 @@ class Block(TensorMemory):
         with np.errstate(all="ignore"):
             self.write(warp, instruction.operands[0], (a * b + c).astype(np.float32), lanes)
 
-    def words(self, warp: Warp, operand: str, dtype: str) -> list[np.ndarray]:
-        """The registers of a braced list."""
-        return [self.read(warp, register.strip(), dtype) for register in operand.strip("{}").split(",")]
-
-    def do_ldmatrix(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
-        assert "x4" in parts
-        addresses = self.addresses(warp, instruction.operands[1])
-        rows = np.stack([self.bytes_at("shared", int(address), 16) for address in addresses])
-        matrices = rows.view(np.uint16).reshape(4, 8, 8)
-        if "trans" in parts:
-            matrices = matrices.swapaxes(1, 2)
-        words = np.ascontiguousarray(matrices).reshape(4, 64).view(np.uint32)
-        for target, word in zip(instruction.operands[0].strip("{}").split(","), words, strict=True):
-            self.write(warp, target.strip(), word, lanes)
-
-    def do_mma(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
-        assert parts[3] == "m16n8k16"
-        dtype = ml_dtypes.bfloat16 if "bf16" in parts else np.float16
-
-        def matrix(operand: str, rows: int) -> np.ndarray:
-            """Words of lanes as blocks of 8 rows and 8 columns, 2 of these a word."""
-            words = np.stack(self.words(warp, operand, "u32"))
-            blocks = words.view(dtype).astype(np.float32).reshape(-1, rows // 8, 8, 8)
-            return np.concatenate([np.concatenate(list(block)) for block in blocks], axis=1)
-
-        a, b = matrix(instruction.operands[1], 16), matrix(instruction.operands[2], 8)
-        sums = np.stack(self.words(warp, instruction.operands[3], "f32")).reshape(2, 2, 8, 4)
-        with np.errstate(all="ignore"):
-            products = (a @ b.T).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2) + sums
-        for target, value in zip(
-            instruction.operands[0].strip("{}").split(","), products.reshape(4, LANES), strict=True
-        ):
-            self.write(warp, target.strip(), np.ascontiguousarray(value), lanes)
-
     def do_popc(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         bits = self.read(warp, instruction.operands[1], "u32")
         self.write(
@@ -604,41 +572,6 @@ class Block(TensorMemory):
 
     def do_emulated(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         """A wait that is over: `can_run` said so."""
-
-    def do_cp(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
-        if "cg" in parts:
-            targets, sources = (self.addresses(warp, operand) for operand in instruction.operands[:2])
-            assert instruction.operands[2:] == ["16"]
-            for lane in np.flatnonzero(lanes):
-                place = self.bytes_at("shared", int(targets[lane]), 16)
-                warp.copying.append((place, self.bytes_at("global", int(sources[lane]), 16)))
-            return
-        if "noinc" in parts:
-            copies, warp.copying = warp.copying, []
-            arrivals = [self.barrier(int(address)) for address in self.addresses(warp, instruction.operands[0])[lanes]]
-
-            def finish_all() -> None:
-                for place, values in copies:
-                    place[:] = values
-                for arrival in arrivals:
-                    arrival.pending -= 1
-                    arrival.settle()
-
-            self.copies.append(finish_all)
-            return
-        lane = self.one_lane(lanes)
-        target, source, barrier = (int(self.addresses(warp, instruction.operands[index])[lane]) for index in (0, 1, 3))
-        size = int(self.read(warp, instruction.operands[2], "u32")[lane])
-        if target % 16 or source % 16 or size % 16:
-            raise EmulationError("a bulk copy that is not aligned to 16 bytes")
-        values, place, arrival = self.memory.at(source, size), self.shared_at(target, size), self.barrier(barrier)
-
-        def finish() -> None:
-            place[:] = values
-            arrival.bytes -= size
-            arrival.settle()
-
-        self.copies.append(finish)
 
 
 def launch(ptx: str, buffers: Sequence[Buffer], grid: tuple[int, int], seed: int = 0, kernel: str = "") -> set[str]:
