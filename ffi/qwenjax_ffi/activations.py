@@ -31,8 +31,9 @@ def quantise_activations(x: jax.Array, activation_format: ActivationFormat) -> j
 
     x: [..., features], features a multiple of 32 ("mxfp8", "mxfp4") or 16 ("nvfp4"); a last run of fewer than 128
     features is a block of its own for "fp8_block". Power-of-two scales are the smallest with amax / scale <= 448 (e4m3)
-    or 6 (e2m1), so that nothing clips; the others are amax / 448 or amax / 6, NVFP4's rounded to e4m3. Elements are
-    rounded to nearest, ties to even. Raises ValueError for another format or a ragged block.
+    or 6 (e2m1), so that nothing clips, and NaN for a block that holds NaN or an infinity; the others are amax / 448 or
+    amax / 6, NVFP4's rounded to e4m3. Elements are rounded to nearest, ties to even. Raises ValueError for another
+    format or a ragged block.
     """
     if activation_format == "model":
         return x
@@ -60,20 +61,19 @@ def quantise_mxfp8(x: jax.Array) -> MXFP8Weight:
     value makes NaN of every sum that the block enters anyhow.
     """
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, MX_BLOCK)
-    amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    scale, inverse = _power_of_two(amax, max_exponent=8, max_mantissa=0x600000)
+    scale, inverse = _power_of_two(blocks, max_exponent=8, max_mantissa=0x600000)
     elements = (blocks * inverse).astype(jnp.float8_e4m3fn).reshape(x.shape)
     scale_bytes = (jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
-    return MXFP8Weight(elements, jnp.where(jnp.isfinite(amax), scale_bytes, jnp.uint8(255))[..., 0])
+    return MXFP8Weight(elements, scale_bytes[..., 0])
 
 
 def _scaled(blocks: jax.Array, amax: jax.Array, activation_format: ActivationFormat) -> jax.Array:
     """Blocks [..., blocks, block] rounded under their scales. A power of two divides exactly, through its inverse."""
     if activation_format == "mxfp8":
-        scale, inverse = _power_of_two(amax, max_exponent=8, max_mantissa=0x600000)  # 448 is 1.75 * 2^8
+        scale, inverse = _power_of_two(blocks, max_exponent=8, max_mantissa=0x600000)  # 448 is 1.75 * 2^8
         return _round(blocks * inverse, jnp.float8_e4m3fn) * scale
     if activation_format == "mxfp4":
-        scale, inverse = _power_of_two(amax, max_exponent=2, max_mantissa=0x400000)  # 6 is 1.5 * 2^2
+        scale, inverse = _power_of_two(blocks, max_exponent=2, max_mantissa=0x400000)  # 6 is 1.5 * 2^2
         return _round(blocks * inverse, jnp.float4_e2m1fn) * scale
     if activation_format == "fp8_block":
         scale = jnp.maximum(amax / _E4M3_MAX, _MIN_SCALE)
@@ -83,14 +83,17 @@ def _scaled(blocks: jax.Array, amax: jax.Array, activation_format: ActivationFor
     return _round(blocks / scale, jnp.float4_e2m1fn) * scale
 
 
-def _power_of_two(amax: jax.Array, max_exponent: int, max_mantissa: int) -> tuple[jax.Array, jax.Array]:
-    """The smallest power of two with amax / scale <= the format's largest number, and its inverse."""
-    bits = jax.lax.bitcast_convert_type(amax, jnp.uint32)
+def _power_of_two(blocks: jax.Array, max_exponent: int, max_mantissa: int) -> tuple[jax.Array, jax.Array]:
+    """For blocks [..., block] the smallest power of two with amax / scale <= the format's largest number, and its
+    inverse, [..., 1]; the scale is NaN where a block holds NaN or an infinity."""
+    # The maximum of bits: of floats, XLA's may leave out a NaN (seen on a CPU).
+    bits = jnp.max(jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.uint32), axis=-1, keepdims=True)
     exponent = (bits >> 23).astype(jnp.int32) - 127 + ((bits & 0x7FFFFF) > max_mantissa).astype(jnp.int32)
     # 2^-117 is the smallest scale that decodes exactly to bf16, 2^125 the largest that a float32 amax can need.
     scale_exponent = jnp.clip(exponent - max_exponent, -117, 125)
     scale = jax.lax.bitcast_convert_type((scale_exponent + 127) << 23, jnp.float32)
-    return scale, jax.lax.bitcast_convert_type((127 - scale_exponent) << 23, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((127 - scale_exponent) << 23, jnp.float32)
+    return jnp.where(bits < 0x7F800000, scale, jnp.nan), inverse
 
 
 def _round(values: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -20,7 +20,7 @@ from qwenjax_ffi.collectives import KERNEL_DTYPES, AxisName, Heap, advance, heap
 from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.implementation import Implementation, choose
 from qwenjax_kernels.heap_layout import VECTOR
-from qwenjax_kernels.token_exchange_layout import MAX_TOKENS, UNIT, mxfp8_bytes, row_bytes
+from qwenjax_kernels.token_exchange_layout import MAX_ROW_BYTES, MAX_TOKENS, UNIT, mxfp8_bytes, row_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def dispatch(
 
     x: [max_tokens, hidden], this rank's own tokens; ids: int32 [max_tokens, top_k], -1 for padding; weights: float32
     [max_tokens, top_k]. Slots are given out in token order. Nothing is dropped: each rank has a slot for every token
-    of every other. row_format "mxfp8": what arrives of x, also at this rank, is what quantise_activations makes of it,
-    and travels as such (kernel: bfloat16 x). Returns also the advanced epochs.
+    of every other. row_format "mxfp8": what arrives of x, also at this rank, is what quantise_activations makes of it:
+    NaN of a block with NaN or an infinity. It travels as such (kernel: bfloat16 x). Returns also the advanced epochs.
     """
     mxfp8 = row_format == "mxfp8"
     sent_bytes = mxfp8_bytes(x.shape[1]) if mxfp8 else x.shape[1] * x.dtype.itemsize
@@ -105,7 +105,7 @@ def combine(
 
 
 def _room(x: jax.Array, slot_bytes: int, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
-    """The heap that the kernel would use for the rows of x, or why there can be none; both where it has no room."""
+    """The heap that the kernel would use for the rows of x, or why there can be none; both where they do not fit."""
     heap, why = heap_behind(axis_name, epochs)
     if heap is None:
         return None, why
@@ -116,6 +116,8 @@ def _room(x: jax.Array, slot_bytes: int, axis_name: AxisName, epochs: jax.Array)
         return None, f"rows are {x.dtype}, the kernel takes bfloat16, float16 and float32"
     if hidden_bytes % VECTOR or x.size == 0:
         return None, f"x is {list(x.shape)}: rows of {hidden_bytes} bytes; the kernel takes multiples of {VECTOR}"
+    if hidden_bytes > MAX_ROW_BYTES:
+        return heap, f"rows are {hidden_bytes:,} bytes; the kernel takes up to {MAX_ROW_BYTES:,}"
     room = min(MAX_TOKENS, heap.units * UNIT // slot_bytes)
     if tokens > room:
         return heap, f"{tokens} tokens a rank of {slot_bytes} bytes each; the heap holds {room}"

@@ -19,6 +19,13 @@ def scale_byte(amax_bits: Int32) -> Int32:
 
 
 @cute.jit
+def scale_of(byte: Int32) -> Float32:
+    """The power of two that a scale byte stands for, and NaN for the NaN scale."""
+    bits = Int32(0x7FC00000) if byte == block_scaled.NAN_SCALE else byte << 23
+    return device.float_of(bits)
+
+
+@cute.jit
 def inverse_scale(scale: Int32) -> Float32:
     """2^(127 - scale), exact. What it is for the NaN scale does not matter."""
     return device.float_of((Int32(254) - scale) << 23)

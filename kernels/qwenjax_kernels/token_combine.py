@@ -15,9 +15,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import peers, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
+from qwenjax_kernels.device import load_shared, store_shared
 from qwenjax_kernels.heap_layout import VECTOR
 from qwenjax_kernels.peers import LOADS_IN_FLIGHT
-from qwenjax_kernels.token_exchange import Block, TokenExchange, load_epoch, load_int, load_shared, store_shared
+from qwenjax_kernels.token_exchange import Block, TokenExchange, load_epoch, load_int
 from qwenjax_kernels.vectors import Words
 
 
@@ -34,7 +35,8 @@ class TokenCombine(TokenExchange):
 
         partial: dtype [ranks, tokens, hidden] and out [tokens, hidden], at multiples of 16; counts int32 [ranks] and
         slots int32 [tokens, ranks], of the dispatch; table: the epoch array, whose count is advanced. Rows of partial
-        at and after a rank's count are not read. A token that went nowhere gets zeros.
+        at and after a rank's count enter no sum (a block loads its first row before it knows the count, and leaves it
+        unused). A token that went nowhere gets zeros.
         """
         self.kernel(partial, counts, slots, table, out).launch(
             grid=[self.grid, 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=1, stream=stream

@@ -15,16 +15,8 @@ from cutlass import Boolean, Int32, Int64
 
 from qwenjax_kernels import peers
 from qwenjax_kernels import token_exchange_protocol as protocol
-from qwenjax_kernels.token_exchange import (
-    WARP,
-    Block,
-    TokenExchange,
-    load_epoch,
-    load_int,
-    load_shared,
-    store_int,
-    store_shared,
-)
+from qwenjax_kernels.device import load_shared, store_shared
+from qwenjax_kernels.token_exchange import WARP, Block, TokenExchange, load_epoch, load_int, store_int
 from qwenjax_kernels.token_exchange_layout import row_bytes
 from qwenjax_kernels.vectors import Words
 

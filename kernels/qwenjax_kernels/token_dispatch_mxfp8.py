@@ -1,8 +1,9 @@
 """Dispatch of rows as MXFP8: half the bytes over the link, rounded while they are pushed and decoded while collected.
 
 What arrives is what `qwenjax_ffi.activations.quantise_activations` makes of the rows for "mxfp8", in bf16, which holds
-every such value exactly. Rounding it once more changes nothing, so that experts whose matmuls take MXFP8 rows compute
-the same as without. A row in the inbox is its e4m3 elements, then a UE8M0 scale for each 32 of them.
+every such value exactly; a block with NaN or an infinity arrives as NaN. Rounding once more changes nothing, so that
+experts whose matmuls take MXFP8 rows compute the same as without. A row in the inbox is its e4m3 elements, then a UE8M0
+scale for each 32 of them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MXFP8TokenDispatch(TokenDispatch):
         words: Words = []
         for u in range(self.thread_vectors):
             low, high, scale = sent[3 * u : 3 * u + 3]
-            factor = device.float_of(Int32(scale) << 23)
+            factor = mxfp8.scale_of(Int32(scale))
             values = vectors.floats([*halves(low), *halves(high)], Float16)
             words += vectors.words_of([value * factor for value in values], BFloat16)
         return words

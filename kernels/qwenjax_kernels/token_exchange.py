@@ -16,14 +16,13 @@ from cutlass import Boolean, Int32, Int64
 
 from qwenjax_kernels import peers, signals, vectors
 from qwenjax_kernels import token_exchange_protocol as protocol
+from qwenjax_kernels.device import load_shared
 from qwenjax_kernels.heap_layout import BASES_WORD, MAX_RANKS, VECTOR
-from qwenjax_kernels.token_exchange_layout import MAX_TOKENS, ExchangeLayout
+from qwenjax_kernels.token_exchange_layout import MAX_ROW_BYTES, MAX_THREADS, MAX_TOKENS, ExchangeLayout
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
-MAX_THREADS = 512
 MAX_BLOCKS = 128  # all resident on the 132 multiprocessors of an H200, and on more
-MAX_VECTORS = 8  # of a row in a thread's registers
 
 
 class TokenExchange:
@@ -63,8 +62,8 @@ class TokenExchange:
                 f"{tokens} rows of {self.slot_bytes} bytes; the heap has room for {self.layout.source_bytes:,} bytes "
                 "from each rank"
             )
-        if self.hidden_bytes > MAX_VECTORS * MAX_THREADS * VECTOR:
-            raise ValueError(f"rows of {self.hidden_bytes} bytes; at most {MAX_VECTORS * MAX_THREADS * VECTOR}")
+        if self.hidden_bytes > MAX_ROW_BYTES:
+            raise ValueError(f"rows of {self.hidden_bytes} bytes; at most {MAX_ROW_BYTES}")
         if not 1 <= max_blocks <= MAX_BLOCKS:
             raise ValueError(f"max_blocks is {max_blocks}; at most {MAX_BLOCKS} are resident together")
         self.row_vectors = self.hidden_bytes // VECTOR
@@ -202,15 +201,6 @@ class Block:
 
 def load_epoch(shared: Int32) -> Int64:
     return cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[shared])
-
-
-def store_shared(address: Int32, value: Any) -> None:
-    """A 32-bit word of the block's shared memory."""
-    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def load_shared(address: Int32) -> Int32:
-    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def load_int(address: Int64) -> Int32:

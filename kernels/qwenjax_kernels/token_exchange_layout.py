@@ -8,6 +8,9 @@ from qwenjax_kernels.heap_layout import LINE, MAX_RANKS, VECTOR, HeapLayout
 from qwenjax_kernels.token_exchange_protocol import INBOXES
 
 MAX_TOKENS = 1024  # tokens of a rank in one call
+MAX_THREADS = 512  # of a block
+MAX_VECTORS = 8  # of a row in a thread's registers
+MAX_ROW_BYTES = MAX_VECTORS * MAX_THREADS * VECTOR
 UNIT = 1 << 20  # bytes; the rows that one rank may send to another in one call are a whole number of these
 
 

@@ -52,6 +52,17 @@ def test_elements_are_rounded_as_a_conversion_rounds_them(dtype: np.dtype) -> No
     assert np.isnan(_round(jnp.asarray([np.nan, np.inf, -np.inf]), dtype)).all()
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_block_that_holds_what_is_not_finite_becomes_nan_and_no_other_does(name: str, value: float) -> None:
+    x = RNG.normal(size=(2, 1056)).astype(np.float32)
+    x[1, 40] = value
+    kept = np.isnan(np.asarray(quantise_activations(jnp.asarray(x), name)))  # type: ignore[arg-type]
+    expected = np.zeros_like(kept)
+    expected[1, 32:64] = True
+    np.testing.assert_array_equal(kept, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rows_values_do_not_depend_on_the_other_rows(name: str) -> None:
     x = RNG.normal(size=(4, 256)).astype(np.float32)

@@ -82,9 +82,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def operands(tokens: int = TOKENS, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+def operands(
+    tokens: int = TOKENS, dtype: Any = jnp.float32, hidden: int = HIDDEN
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     draw = np.random.default_rng(0)
-    x = jnp.asarray(draw.normal(size=(RANKS, tokens, HIDDEN)), dtype)
+    x = jnp.asarray(draw.normal(size=(RANKS, tokens, hidden)), dtype)
     ids = draw.integers(-1, RANKS * PER_RANK, (RANKS, tokens, TOP_K)).astype(np.int32)
     return x, jnp.asarray(ids), jnp.asarray(draw.random(ids.shape, np.float32))
 
@@ -104,17 +106,18 @@ def test_a_heap_with_room_takes_the_kernels(called: list[tuple[Any, ...]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype", "units", "why"),
+    ("tokens", "dtype", "hidden", "units", "why"),
     [
-        (TOKENS, jnp.float32, 0, "the heap has no room for dispatch and combine"),
-        (TOKENS, jnp.float8_e4m3fn, 1, "rows are float8_e4m3fn"),
-        (1025, jnp.float32, 1, "1025 tokens a rank of 64 bytes each; the heap holds 1024"),
+        (TOKENS, jnp.float32, HIDDEN, 0, "the heap has no room for dispatch and combine"),
+        (TOKENS, jnp.float8_e4m3fn, HIDDEN, 1, "rows are float8_e4m3fn"),
+        (TOKENS, jnp.float32, 16388, 1, "rows are 65,552 bytes; the kernel takes up to 65,536"),
+        (1025, jnp.float32, HIDDEN, 1, "1025 tokens a rank of 64 bytes each; the heap holds 1024"),
     ],
 )
 def test_what_the_kernels_do_not_take_runs_through_xla_or_is_refused(
-    tokens: int, dtype: Any, units: int, why: str, called: list[tuple[Any, ...]]
+    tokens: int, dtype: Any, hidden: int, units: int, why: str, called: list[tuple[Any, ...]]
 ) -> None:
-    arguments = *operands(tokens, dtype), epochs_of(units)
+    arguments = *operands(tokens, dtype, hidden), epochs_of(units)
     with pytest.raises(KernelUnavailableError, match=why):
         jax.eval_shape(lambda *a: on_ranks(functools.partial(there_and_back, "kernel"), *a), *arguments)
     jax.eval_shape(lambda *a: on_ranks(functools.partial(there_and_back, "auto"), *a), *arguments)

@@ -57,8 +57,11 @@ def check(cases: tuple[Case, ...], architecture: str, others: tuple[tuple[Any, .
             assert instruction in ptx, (name, instruction)
         assert ("vote.sync.ballot" in ptx) == (name != "combine")
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == ("cvt.rn.f16x2.e4m3x2" in ptx) == (name == "dispatch MXFP8")
-        # The block's barrier, the fence, the flag: what its threads stored is there before the flag is.
-        assert re.search(r"bar\S*\.sync[^@]*?.*?fence\.acq_rel\.sys;.*?st\.relaxed\.sys\.global\.b64", ptx, re.DOTALL)
+        # The block's barrier, the fence, the flag, and no store between: what its threads stored is there before the
+        # flag is.
+        no_store = r"(?:(?!\bst\.).)*?"
+        order = rf"\bbar\.sync{no_store}fence\.acq_rel\.sys;{no_store}st\.relaxed\.sys\.global\.b64"
+        assert re.search(order, ptx, re.DOTALL), name
         # Every wait looks at the clock, and a failure stops the kernel.
         assert "%globaltimer" in ptx
         assert "trap;" in ptx
