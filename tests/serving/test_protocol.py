@@ -7,6 +7,7 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -113,6 +114,54 @@ async def ping_pong(router: RouterSocket) -> None:
 
 def test_a_worker_with_the_secret_is_heard() -> None:
     run(ping_pong)
+
+
+def test_a_message_that_nobody_takes_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(router: RouterSocket) -> None:
+        loop: Any = asyncio.get_running_loop()
+        worker, turns = WorkerSocket(router.address, SECRET, "worker"), 0
+        reading = asyncio.create_task(router.receive())  # what waits for the first has the loop look at the socket
+        try:
+            for _ in range(2):
+                while not worker.send(Taken(1, 2, 3)):
+                    await asyncio.sleep(0.01)
+            assert (await reading)[1] == Taken(1, 2, 3)
+            reading = asyncio.create_task(router.receive())
+            assert (await reading)[1] == Taken(1, 2, 3)
+            reading = asyncio.create_task(router.receive())
+            await asyncio.sleep(0.05)
+            reading.cancel()
+            worker.send(Taken(4, 5, 6))
+            select = loop._selector.select
+
+            def counted(timeout: float | None) -> Any:
+                nonlocal turns
+                turns += 1
+                return select(timeout)
+
+            monkeypatch.setattr(loop._selector, "select", counted)
+            await asyncio.sleep(0.2)
+            assert turns < 30
+            assert (await router.receive())[1] == Taken(4, 5, 6)
+        finally:
+            await worker.close()
+
+    run(test)
+
+
+def test_an_ipv6_address_is_listened_on() -> None:
+    async def test() -> None:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        router = RouterSocket("tcp://[::1]:0", SECRET)
+        try:
+            await ping_pong(router)
+        finally:
+            await router.close()
+
+    asyncio.run(asyncio.wait_for(test(), timeout=30))
 
 
 def test_a_worker_with_another_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,7 @@ class BoundSocket(Generic[T]):
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_AllowWorkers(keys.worker_public))
-        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket = _socket(self._context, zmq.ROUTER, address)
         self._inbox = _Inbox(self._socket)
         self._socket.curve_server = True
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.router_secret, keys.router_public
@@ -121,7 +121,7 @@ class ConnectedSocket(Generic[T]):
     def __init__(self, address: str, secret: bytes, identity: str, decode: Callable[[bytes], T]) -> None:
         keys, self._decode = Keys.of(secret), decode
         self._context = zmq.asyncio.Context()
-        self._socket = _socket(self._context, zmq.DEALER)
+        self._socket = _socket(self._context, zmq.DEALER, address)
         self._inbox = _Inbox(self._socket)
         self._socket.curve_serverkey = keys.router_public
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.worker_secret, keys.worker_public
@@ -182,7 +182,6 @@ class _Inbox:
         self._socket, self._loop = socket, asyncio.get_running_loop()
         self._readable = asyncio.Event()
         self._descriptor = cast(int, socket.get(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._readable.set)
         self._taken = 0
 
     async def get(self) -> list[bytes]:
@@ -194,7 +193,13 @@ class _Inbox:
             self._readable.clear()
             with suppress(zmq.Again):
                 return self._socket.recv_multipart(_DONTWAIT)
+            self._loop.add_reader(self._descriptor, self._seen)
             await self._readable.wait()
+
+    def _seen(self) -> None:
+        # The descriptor stays readable until the message is taken: the loop would turn until then.
+        self._loop.remove_reader(self._descriptor)
+        self._readable.set()
 
     def look(self) -> None:
         """To be called after each send: ZeroMQ may then have seen what came in, and does not say so again."""
@@ -205,8 +210,9 @@ class _Inbox:
         self._loop.remove_reader(self._descriptor)
 
 
-def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = cast(Any, context).socket(kind, socket_class=zmq.Socket)
+    socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
