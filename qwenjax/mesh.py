@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -38,6 +39,18 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
         )
     # jax.make_mesh gives axes of explicit type, which shard_map refuses for plain arrays.
     return Mesh(np.array(found[: data * model]).reshape(data, model), (DATA, MODEL))
+
+
+def check_processes(mesh: Mesh, processes: int) -> None:
+    """Raises MeshError where one of the `processes` of jax.distributed has fewer devices of the mesh than another."""
+    found = Counter(device.process_index for device in mesh.devices.flat)
+    counts = [found[process] for process in range(processes)]
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"of mesh data={mesh.shape[DATA]}, model={mesh.shape[MODEL]} processes 0 to {processes - 1} have {counts} "
+            f"devices; each needs {mesh.size / processes:g}. CUDA_VISIBLE_DEVICES, or JAX_NUM_CPU_DEVICES on a CPU, "
+            "says how many a process sees"
+        )
 
 
 def check_divides(config: ModelConfig, mesh: Mesh) -> None:

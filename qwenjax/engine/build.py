@@ -20,7 +20,7 @@ from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.engine.config import MEASURED_SPECULATION_BATCH, EngineConfig
 from qwenjax.engine.engine import Engine
 from qwenjax.engine.programs import spans_processes
-from qwenjax.mesh import MODEL, make_mesh
+from qwenjax.mesh import MODEL, check_processes, make_mesh
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_ffi.activations import ActivationFormat
@@ -119,6 +119,7 @@ def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[
         raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
     tokenizer = Tokenizer.from_folder(folder)
     mesh = make_mesh(asked["data_parallel"], asked["model_parallel"])
+    check_processes(mesh, jax.process_count())
     batched = asked["max_num_batched_tokens"]
     sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
         max_model_len=longest if max_model_len is None else max_model_len,

@@ -418,6 +418,11 @@ class Engine:
         if isinstance(self._end, Leader):
             self._end.wait_for(count)
 
+    @property
+    def failure(self) -> ConnectionError | None:
+        """Of another process that has left, once the first notices without a call; see `Leader.failure`."""
+        return self._end.failure if isinstance(self._end, Leader) else None
+
     def _follow(self, program: Program, table: np.ndarray) -> None:
         """Does what the first process does after it has announced a program."""
         self._run(program, self._placed(table))

@@ -1,16 +1,20 @@
 """An engine over several processes: the first one plans, and every call's program and table go to the others.
 
 A message is a header and the table's int32 bytes, over a socket a follower; nothing in it is code. The processes find
-each other through the coordinator of jax.distributed.
+each other through the coordinator of jax.distributed, and a follower is one that has read there what it has to say: who
+reaches the coordinator is trusted, and the plans are neither encrypted nor authenticated beyond that.
 """
 
 from __future__ import annotations
 
+import hmac
 import itertools
+import secrets
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ import numpy as np
 
 _HEADER = struct.Struct("!4sBIHII")  # magic, kind, number of the call, program, rows and width of the table
 _MAGIC = b"qjp1"
+_HELLO = struct.Struct("!32sI")  # what the first process published, and which process this is
 _IDLE, _CALL, _END = range(3)
 _HELLO_SECONDS = 5.0
 _MEET_SECONDS = 300.0  # for all processes to have built their engine: they load and compile at their own pace
@@ -50,6 +55,7 @@ class Leader:
         self._acknowledged = [0] * len(self._followers)
         self._lock = threading.Lock()
         self._count = 0
+        self.failure: ConnectionError | None = None  # that one has left, noticed while nothing was to be run
         self._stepping = False
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._say_idle, args=(seconds / 4,), name="plans", daemon=True)
@@ -110,7 +116,8 @@ class Leader:
                 if not self._stepping and not self._ended.is_set():
                     try:
                         self._send(_HEADER.pack(_MAGIC, _IDLE, self._count, 0, 0, 0))
-                    except ConnectionError:  # the next call says so
+                    except ConnectionError as error:
+                        self.failure = error
                         return
 
 
@@ -168,8 +175,9 @@ def look_up(key: str) -> str:
 
 
 def coordinator_host() -> str:
-    """Where the first process is reached."""
-    return str(_state().coordinator_address.rsplit(":", 1)[0])
+    """Where the first process is reached: an IP address, without brackets."""
+    host = str(_state().coordinator_address.rsplit(":", 1)[0]).strip("[]")
+    return host if ":" in host else socket.gethostbyname(host)
 
 
 def _state() -> Any:
@@ -185,14 +193,16 @@ def meet() -> Leader | Follower:
     """This process's end, once all processes of jax.distributed have come. Raises TimeoutError where one does not."""
     host, key = coordinator_host(), f"plans/{next(_engines)}"
     if jax.process_index():
-        port = int(look_up(key))
-        leader = socket.create_connection((host, port), _MEET_SECONDS)
+        port, said = look_up(key).split()
+        leader = socket.create_connection((host, int(port)), _MEET_SECONDS)
         _without_delay(leader)
-        leader.sendall(bytes([jax.process_index()]))
+        leader.sendall(_HELLO.pack(bytes.fromhex(said), jax.process_index()))
         return Follower(leader)
-    with socket.create_server((host, 0)) as server:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
         server.settimeout(_MEET_SECONDS)
-        publish(key, str(server.getsockname()[1]))
+        token = secrets.token_bytes(32)
+        publish(key, f"{server.getsockname()[1]} {token.hex()}")
         found: dict[int, socket.socket] = {}
         while len(found) < jax.process_count() - 1:
             try:
@@ -202,17 +212,29 @@ def meet() -> Leader | Follower:
                 raise TimeoutError(f"waited {_MEET_SECONDS:g} s for the engines of processes {missing}") from None
             _without_delay(follower)
             # A stranger that connects and stays silent, or says nothing that fits, is not waited for.
-            follower.settimeout(_HELLO_SECONDS)
-            try:
-                process = int.from_bytes(follower.recv(1))
-            except TimeoutError:
-                process = 0
+            process = _process_of(follower, token)
             if process in found or not 0 < process < jax.process_count():
                 follower.close()
                 continue
             follower.settimeout(None)
             found[process] = follower
     return Leader([found[process] for process in sorted(found)])
+
+
+def _process_of(follower: socket.socket, token: bytes) -> int:
+    """Which process has connected; 0 where it does not say the token, and its number, in time."""
+    said, until = b"", time.monotonic() + _HELLO_SECONDS
+    while len(said) < _HELLO.size:
+        follower.settimeout(max(until - time.monotonic(), 0.001))
+        try:
+            part = follower.recv(_HELLO.size - len(said))
+        except OSError:  # too late, or reset
+            return 0
+        if not part:
+            return 0
+        said += part
+    its_token, process = _HELLO.unpack(said)
+    return int(process) if hmac.compare_digest(its_token, token) else 0
 
 
 def _without_delay(end: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 import qwenjax.mesh
 from qwenjax.config import ModelConfig
 from qwenjax.logits import sequence_logits
-from qwenjax.mesh import MeshError, check_divides, make_mesh
+from qwenjax.mesh import MeshError, check_divides, check_processes, make_mesh
 from qwenjax.model import abstract_model
 from qwenjax.sharded_model import by_name
 from tests.helpers import TINY, model_from_tensors, random_tensors, tiny
@@ -149,3 +150,15 @@ def test_a_mesh_that_the_machine_lacks_is_an_error(shape: tuple[int, int], messa
 def test_a_mesh_takes_the_devices_that_it_is_given() -> None:
     chosen = jax.devices()[4:6]
     assert make_mesh(1, 2, chosen).devices.ravel().tolist() == chosen
+
+
+def test_a_mesh_that_leaves_processes_with_fewer_devices_than_others_is_refused() -> None:
+    def mesh_of(*processes: int) -> Any:
+        devices = np.array([[SimpleNamespace(process_index=process) for process in processes]])
+        return SimpleNamespace(devices=devices, size=len(processes), shape={"data": 1, "model": len(processes)})
+
+    check_processes(mesh_of(0, 0, 1, 1), 2)
+    with pytest.raises(MeshError, match=r"data=1, model=4 processes 0 to 1 have \[4, 0\] devices; each needs 2"):
+        check_processes(mesh_of(0, 0, 0, 0), 2)
+    with pytest.raises(MeshError, match=r"have \[3, 1\]"):
+        check_processes(mesh_of(0, 0, 0, 1), 2)

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from qwenjax.engine import processes
 from qwenjax.engine.processes import Follower, Leader, PlanTimeoutError
 from tests.qwenjax.engine.two_processes import engine_on, generate
 
@@ -70,6 +72,40 @@ def test_a_process_that_left_is_noticed_by_the_other() -> None:
     with pytest.raises(ConnectionError, match="process 1 does not take call 0"):
         leader.send(0, np.zeros((1, 1), np.int32))
     leader.close()
+
+
+def test_a_process_that_left_while_nothing_was_run_is_kept_as_the_leaders_failure() -> None:
+    ours, theirs = socket.socketpair()
+    leader = Leader([ours], seconds=0.04)
+    assert leader.failure is None
+    theirs.close()
+    leader._beat.join(5)
+    assert "process 1 does not take call 0" in str(leader.failure)
+    leader.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "process", "expected"), [(b"t" * 32, 3, 3), (b"u" * 32, 3, 0), (b"\1", None, 0), (b"", None, 0)]
+)
+def test_who_does_not_say_what_the_first_process_published_is_no_follower(
+    monkeypatch: pytest.MonkeyPatch, token: bytes, process: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(processes, "_HELLO_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    theirs.sendall(token + (b"" if process is None else process.to_bytes(4)))
+    assert processes._process_of(ours, b"t" * 32) == expected
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("[::1]:5", "::1"), ("localhost:5", "127.0.0.1"), ("10.0.0.1:5", "10.0.0.1")]
+)
+def test_the_coordinators_host_is_an_address_of_either_family(
+    monkeypatch: pytest.MonkeyPatch, address: str, expected: str
+) -> None:
+    monkeypatch.setattr(processes, "_state", lambda: SimpleNamespace(coordinator_address=address))
+    assert processes.coordinator_host() == expected
 
 
 def test_the_leader_waits_for_every_follower_and_notices_one_that_hangs_or_leaves() -> None:
