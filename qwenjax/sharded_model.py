@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
+from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import fresh_epochs
 from qwenjax_ffi.packing import PackedMXFP8Weight
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
@@ -40,6 +41,17 @@ class ShardedModel:
     def dtype(self) -> jnp.dtype:
         """The dtype of activations and cache, that of the norms."""
         return jnp.dtype(jax.tree.leaves(self.state["norm"])[0].dtype)
+
+    @property
+    def quantised(self) -> list[str]:
+        """Names of the parameters that are quantised, in order."""
+        return sorted(name for name, leaf in by_name(self.state).items() if _is_quantised(leaf))
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        """What the inputs of the quantised layers are rounded to, see Qwen3Moe."""
+        model: Qwen3Moe = nnx.merge(self.graphdef, self.state)
+        return model.attention.activation_format
 
     @property
     def num_parameters(self) -> int:

@@ -102,12 +102,12 @@ def test_a_part_that_fails_fails_the_whole_once_the_others_are_over() -> None:
 
 def test_an_order_is_over_when_the_process_says_so_though_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     published = dict[str, str]()
-    monkeypatch.setattr(peers_module, "coordinator_host", lambda: "localhost")
+    monkeypatch.setattr(peers_module, "coordinator_host", lambda: "127.0.0.1")
     monkeypatch.setattr(peers_module, "publish", published.__setitem__)
     layout = StagingBuffer(KVLayout(1, 4), **SIZES).layout
 
     async def test() -> None:
-        peers = Peers(SECRET)
+        peers = Peers(SECRET, lambda error: None)
         follower = ConnectedSocket(published["peers"], SECRET, "follower", decode_to_follower)
         while not follower.send(Joined(1, layout, b"metadata")):
             await asyncio.sleep(0.01)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from qwenjax.checkpoint.load import with_mxfp8
+from qwenjax.config import ModelConfig
+from qwenjax.mesh import make_mesh
+from qwenjax.model import abstract_model
 from qwenjax.outputs import RequestOutput
 from qwenjax.sampling_params import SamplingParams
+from qwenjax.sharded_model import ShardedModel
+from qwenjax_serving.deployment import WorkerPlan
 from qwenjax_serving.protocol.messages import (
     Admit,
     Failed,
@@ -21,18 +30,27 @@ from qwenjax_serving.protocol.messages import (
     Grown,
     Handover,
     Message,
+    Offer,
     Ping,
+    Prefill,
+    Read,
     Rejoin,
     Reserve,
     Reserved,
     Status,
+    Stop,
     Work,
 )
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
+from qwenjax_serving.workers import follower as follower_module
+from qwenjax_serving.workers import peers as peers_module
 from qwenjax_serving.workers import process
 from qwenjax_serving.workers import worker as worker_module
 from qwenjax_serving.workers.decode import DecodeWorker
+from qwenjax_serving.workers.follower import Follower
+from qwenjax_serving.workers.peers import Peers
 from qwenjax_serving.workers.prefill import PrefillWorker
+from tests.helpers import tiny
 
 WORK = Work((1, 2, 3), SamplingParams(max_tokens=2), 0, None)
 
@@ -244,6 +262,172 @@ def test_a_read_that_goes_on_after_its_peer_was_disconnected_fails_the_transport
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_transport_that_fails_ends_a_follower_that_reads_and_one_that_does_not(reading: bool) -> None:
+    async def test() -> None:
+        follower: Any = Follower.__new__(Follower)
+        follower._orders, follower._socket = {}, PlayedSocket()
+        follower._ended = asyncio.get_running_loop().create_future()
+        follower._transport = SimpleNamespace(failure=None)
+        if reading:
+
+            async def read() -> int:
+                raise TransferError("it does not end")
+
+            follower._orders[3] = task = asyncio.create_task(read())
+            await asyncio.wait([task])
+            follower._transport.failure = OSError("broken")
+            follower._answer(3, task)
+            assert follower._socket.said == []  # its slots may still be written to
+        else:
+            watching = asyncio.create_task(follower._watch())
+            follower._transport.failure = OSError("broken")
+            await watching
+        with pytest.raises(OSError, match="broken"):
+            await follower._ended
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_follower_that_cannot_say_what_it_has_done_ends() -> None:
+    async def test() -> None:
+        follower: Any = Follower.__new__(Follower)
+        follower._ended = asyncio.get_running_loop().create_future()
+        follower._socket, follower._transport = PlayedSocket(), SimpleNamespace(failure=None)
+        follower._socket.connected = False
+
+        async def read() -> int:
+            return 1
+
+        follower._orders = {3: (task := asyncio.create_task(read()))}
+        await asyncio.wait([task])
+        follower._answer(3, task)
+        with pytest.raises(ConnectionError, match="order 3"):
+            await follower._ended
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_follower_that_is_told_to_end_does_so_though_the_first_process_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower_module, "LEAVE", 0)
+    monkeypatch.setattr(follower_module, "_LEAVE_LATER", 0.02)
+
+    async def test() -> None:
+        follower: Any = Follower.__new__(Follower)
+        follower._ended = asyncio.get_running_loop().create_future()
+        follower.leave()
+        assert not follower._ended.done()
+        with pytest.raises(TimeoutError, match="process 0 has not ended"):
+            await follower._ended
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_another_process_that_left_while_nothing_ran_ends_the_worker() -> None:
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        worker._engine = SimpleNamespace(failure=ConnectionError("process 1 does not take call 5"))
+        with pytest.raises(RuntimeError, match="other processes failed: process 1 does not take call 5"):
+            await worker._beat()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_slots_that_a_silent_process_may_write_to_are_not_given_back_and_the_worker_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers_module, "_SETTLE", 0.05)
+    monkeypatch.setattr("qwenjax_serving.workers.decode.ranks_by_process", lambda *_: {1: [0]})
+
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        said = list[Message]()
+        peers: Any = Peers.__new__(Peers)
+        peers._socket = SimpleNamespace(send=lambda to, message: said.append(message))
+        peers._joined, peers._orders, peers._numbers = {1: (b"1", None)}, {}, itertools.count()
+        peers._on_failure, worker.peers = worker.end_with, peers
+        await worker.handle(Reserve(7, WORK))
+        while not worker._socket.said:
+            await asyncio.sleep(0.01)
+        offer = Offer(7, "prefill", 0, 0, 3, 0, 4, (0,), 0)
+        await worker.handle(offer)
+        while not said:
+            await asyncio.sleep(0.01)
+        worker._drop(7)
+        with pytest.raises(RuntimeError, match=r"process 1 does not answer, 0.05 s after"):
+            await worker._ended
+        while worker._dropping:
+            await asyncio.sleep(0.01)
+        assert said == [Read(0, offer, (0,), 0, (0,)), Stop(0)]
+        assert worker.staging.num_free == 8 - 1
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_prompts_that_wait_do_not_begin_in_the_slots_of_those_that_are_dropped() -> None:
+    async def test() -> None:
+        worker, began = bare(PrefillWorker, PlayedEngine(), PlayedSocket()), list[str]()
+
+        async def run(request_id: str, prompt: Any) -> None:
+            began.append(request_id)
+            await asyncio.sleep(60)
+
+        def take(count: int) -> list[int] | None:
+            if count > worker.staging.num_free:
+                return None
+            return Staging.take(worker.staging, count)
+
+        worker._run_prompt, worker._waiting, worker.staging.take = run, deque(), take
+        worker._engine.check = lambda *_: None
+        worker._prefill_engine = SimpleNamespace(handovers={})
+        for ticket, tokens in enumerate((24, 28, 4)):  # 6, 7 and 1 of 8 pages: the third waits for the second
+            worker._take(Prefill(ticket, msgspec.structs.replace(WORK, prompt_token_ids=(1,) * tokens), 0))
+        await asyncio.sleep(0)
+        assert began == ["1-0"]
+        await worker.drop_all()
+        assert began == ["1-0"]
+        assert worker.staging.num_free == 8
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_one_of_several_processes_that_cannot_load_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.delenv(process.PARENT_VARIABLE, raising=False)
+    monkeypatch.setattr(process, "_join", lambda *_: None)
+    monkeypatch.setattr(process, "keep_pages_local", lambda *_: None)
+    monkeypatch.setattr(process.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(process.os, "_exit", end)
+    plan = WorkerPlan("decode-0", "decode", {"model_parallel": 2}, processes=2, coordinator="127.0.0.1:1")
+    with pytest.raises(SystemExit, match="2"):
+        process.run_worker("/there/is/none", plan, "tcp://127.0.0.1:1", b"", process=1)
+    assert "decode-0: process 1 ends" in caplog.text
+    with pytest.raises(ValueError, match="/there/is/none"):
+        process.run_worker("/there/is/none", WorkerPlan("decode-0", "decode", {}), "tcp://127.0.0.1:1", b"")
+
+
+def test_workers_that_read_the_weights_in_other_ways_have_other_keys() -> None:
+    config = ModelConfig.from_dict(tiny(hidden_size=64))
+    mesh = make_mesh(1, 1)
+
+    def key(quantised: set[str], activation_format: Any) -> str:
+        graphdef, state = abstract_model(config, mesh, None, activation_format)
+        model = ShardedModel(config, mesh, graphdef, with_mxfp8(state, quantised))
+        sizes = SimpleNamespace(num_speculative_tokens=0)
+        engine: Any = SimpleNamespace(model=model, tokenizer=SimpleNamespace(eos_ids=[1]), config=sizes)
+        return worker_module._model_key(engine, "fingerprint")
+
+    names = {"attention.q_proj"}
+    assert key(set(), "model") == key(set(), "model")
+    assert len({key(set(), "model"), key(names, "model"), key(names, "mxfp8")}) == 3
+
+
 def test_a_worker_whose_parent_ended_before_it_could_say_so_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[tuple[int, ...]]()
     monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *each: said.append(each)))
@@ -254,19 +438,21 @@ def test_a_worker_whose_parent_ended_before_it_could_say_so_does_not_run(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("address", "given", "expected"),
+    ("address", "coordinator", "given", "expected"),
     [
-        ("tcp://127.0.0.1:5555", None, "lo"),
-        ("tcp://localhost:1", None, "lo"),
-        ("tcp://[::1]:1", None, "lo"),
-        ("tcp://127.0.0.1:5555", "mlx5_0:1", "mlx5_0:1"),
-        ("tcp://10.0.0.1:5555", None, None),
-        ("tcp://router:5555", None, None),
+        ("tcp://127.0.0.1:5555", None, None, "lo"),
+        ("tcp://localhost:1", None, None, "lo"),
+        ("tcp://[::1]:1", None, None, "lo"),
+        ("tcp://127.0.0.1:5555", None, "mlx5_0:1", "mlx5_0:1"),
+        ("tcp://10.0.0.1:5555", None, None, None),
+        ("tcp://router:5555", None, None, None),
+        ("tcp://127.0.0.1:5555", "[::1]:9", None, "lo"),
+        ("tcp://127.0.0.1:5555", "10.0.0.1:9", None, None),  # the worker's own processes are on several machines
     ],
 )
 def test_pages_stay_on_the_loopback_interface_of_a_deployment_on_one_machine(
-    monkeypatch: pytest.MonkeyPatch, address: str, given: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, address: str, coordinator: str | None, given: str | None, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if given is None else {"UCX_NET_DEVICES": given})
-    process.keep_pages_local(address)
+    process.keep_pages_local(address, coordinator)
     assert os.environ.get("UCX_NET_DEVICES") == expected

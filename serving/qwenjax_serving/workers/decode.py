@@ -197,6 +197,7 @@ class DecodeWorker(Worker):
                 await asyncio.wait(tasks)
             with suppress(RuntimeError):  # an engine that has failed holds nothing
                 await self.engine.call(lambda: self._decode_engine.cancel(place.request_id))
-            self.staging.give_back(place.slots)  # after an admission that may have been under way
+            if not self._ended.done():  # where it is, another process may still write to them
+                self.staging.give_back(place.slots)  # after an admission that may have been under way
         finally:
             self._dropping.discard(ticket)

@@ -22,9 +22,12 @@ from qwenjax_serving.protocol.sockets import ConnectedSocket
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.workers.peers import ADDRESS_KEY
-from qwenjax_serving.workers.worker import make_staging
+from qwenjax_serving.workers.worker import LEAVE, make_staging
 
 logger = logging.getLogger(__name__)
+
+_WATCH = 0.5  # seconds between two looks at the transport
+_LEAVE_LATER = 10.0  # seconds beyond those that the first process has to end
 
 
 class Follower:
@@ -54,15 +57,16 @@ class Follower:
         self._socket = ConnectedSocket(address, self._secret, self._name, decode_to_follower)
         for work in self._engine.follow, self._stage:
             threading.Thread(target=self._work, args=(loop, work), name=work.__name__, daemon=True).start()
-        listening = loop.create_task(self._listen())
+        tasks = [loop.create_task(self._listen()), loop.create_task(self._watch())]
         try:
-            await asyncio.wait([listening, self._ended], return_when=asyncio.FIRST_COMPLETED)
-            for done in (listening, self._ended):
+            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            for done in (*tasks, self._ended):
                 if done.done():
                     done.result()
         finally:
             self._staged.put(None)
-            listening.cancel()
+            for task in tasks:
+                task.cancel()
             for order in (orders := list(self._orders.values())):
                 order.cancel()
             await asyncio.gather(*orders, return_exceptions=True)
@@ -88,6 +92,17 @@ class Follower:
         else:
             self._ended.set_exception(error)
 
+    def leave(self) -> None:
+        """Ends with an error, unless the first process, which is told to end too, ends this one meanwhile."""
+        error = TimeoutError(f"told to end {LEAVE + _LEAVE_LATER:g} s ago, and process 0 has not ended")
+        asyncio.get_running_loop().call_later(LEAVE + _LEAVE_LATER, self._end, error)
+
+    async def _watch(self) -> None:
+        """Ends the process where its transport has failed, which may be while nothing is read."""
+        while self._transport.failure is None:
+            await asyncio.sleep(_WATCH)
+        self._end(self._transport.failure)
+
     async def _listen(self) -> None:
         while not self._socket.send(Joined(self._process, self._staging.layout, self._transport.metadata)):
             await asyncio.sleep(0.05)  # not connected yet
@@ -110,14 +125,21 @@ class Follower:
 
     def _answer(self, order: int, task: asyncio.Task[int]) -> None:
         del self._orders[order]
+        error = None if task.cancelled() else task.exception()
+        if self._transport.failure is not None:  # the slots may still be written to: nothing is done
+            self._end(self._transport.failure)
+            return
         if task.cancelled():
-            self._socket.send(Done(order, 0, "given up"))
-        elif (error := task.exception()) is None:
-            self._socket.send(Done(order, task.result(), None))
+            done = Done(order, 0, "given up")
+        elif error is None:
+            done = Done(order, task.result(), None)
         else:
-            self._socket.send(Done(order, 0, str(error)))
-            if not isinstance(error, TransferError | ValueError):
-                self._end(error)
+            done = Done(order, 0, str(error))
+        sent = self._socket.send(done)
+        if error is not None and not isinstance(error, TransferError | ValueError):
+            self._end(error)
+        elif not sent:
+            self._end(ConnectionError(f"process 0 cannot be told that order {order} is done"))
 
     def _take_staged(self, slots: Sequence[int]) -> np.ndarray:
         return self._staging.pages[:, list(slots)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qwenjax.engine.processes import coordinator_host, publish
 from qwenjax_serving.protocol.messages import Done, Joined, Message, Offer, Read, Stop, decode_to_leader
@@ -20,9 +19,11 @@ _SETTLE = 30.0  # seconds in which an order that is given up is answered
 class Peers:
     """Each reads and is read from by itself, when the first says so."""
 
-    def __init__(self, secret: bytes) -> None:
-        host = socket.gethostbyname(coordinator_host())
-        self._socket = BoundSocket(f"tcp://{host}:0", secret, decode_to_leader)
+    def __init__(self, secret: bytes, on_failure: Callable[[BaseException], None]) -> None:
+        """on_failure: told of what the worker cannot go on after."""
+        host = coordinator_host()
+        address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+        self._socket, self._on_failure = BoundSocket(address, secret, decode_to_leader), on_failure
         self._joined: dict[int, tuple[bytes, Joined]] = {}
         self._orders: dict[int, asyncio.Future[Done]] = {}
         self._numbers = itertools.count()
@@ -37,6 +38,7 @@ class Peers:
                 if isinstance(message, Joined):
                     self._joined[message.process] = sender, message
         self._listening = asyncio.get_running_loop().create_task(self._listen())
+        self._listening.add_done_callback(self._listened)
         return [self._joined[process][1] for process in sorted(self._joined)]
 
     def tell(self, message: Message) -> None:
@@ -46,7 +48,8 @@ class Peers:
 
     async def read(self, process: int, offer: Offer, slots: Sequence[int], first: int, ranks: Sequence[int]) -> int:
         """Lets a process read what `Reader.read` would here, and as that does: it raises TransferError, and is over
-        only when nothing touches the slots. Raises RuntimeError where the process does not answer."""
+        only when nothing touches the slots. Raises RuntimeError, of which `on_failure` is told before, where the
+        process does not answer: its slots may still be written to."""
         order, sender = next(self._numbers), self._joined[process][0]
         answer = self._orders[order] = asyncio.get_running_loop().create_future()
         self._socket.send(sender, Read(order, offer, tuple(slots), first, tuple(ranks)))
@@ -56,7 +59,9 @@ class Peers:
             self._socket.send(sender, Stop(order))
             await asyncio.wait([answer], timeout=_SETTLE)
             if not answer.done():
-                raise RuntimeError(f"process {process} does not answer") from None
+                error = RuntimeError(f"process {process} does not answer, {_SETTLE:g} s after it was told to stop")
+                self._on_failure(error)
+                raise error from None
             raise
         finally:
             del self._orders[order]
@@ -68,6 +73,10 @@ class Peers:
         if self._listening is not None:
             self._listening.cancel()
         await self._socket.close()
+
+    def _listened(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
 
     async def _listen(self) -> None:
         while True:

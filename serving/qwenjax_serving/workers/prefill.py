@@ -72,7 +72,8 @@ class PrefillWorker(Worker):
             await self._drop(self._id(message.ticket))
 
     async def drop_all(self) -> None:
-        for request_id in list(self._prompts):
+        # Those that wait go first, the last before the others: none of them begins in slots that become free.
+        for request_id in [*reversed(self._waiting), *self._prompts]:
             await self._drop(request_id)
 
     def _id(self, ticket: int) -> str:

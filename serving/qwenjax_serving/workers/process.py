@@ -47,14 +47,16 @@ def run_worker(
         _end_with(int(parent))
     if not 0 <= process < plan.processes:
         raise ValueError(f"--process is {process}; {plan.name} has processes 0 to {plan.processes - 1}")
+    coordinator = None
     if plan.processes > 1:
-        _join(plan, process)
-    keep_pages_local(address)
-    folder = resolve(model, revision)
-    fingerprint = checkpoint_fingerprint(folder)
-    kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
-    engine = build_engine(folder, kind, **plan.options)
+        coordinator = _coordinator(plan)
+        _join(plan, process, coordinator)
+    keep_pages_local(address, coordinator)
     try:
+        folder = resolve(model, revision)
+        fingerprint = "" if process else checkpoint_fingerprint(folder)
+        kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
+        engine = build_engine(folder, kind, **plan.options)
         asyncio.run(_follow(plan, engine, secret) if process else _work(plan, engine, fingerprint, address, secret))
     except Exception as error:
         if plan.processes == 1:
@@ -64,11 +66,15 @@ def run_worker(
         os._exit(2)  # JAX would wait minutes for processes that may be gone
 
 
-def _join(plan: WorkerPlan, process: int) -> None:
-    """Makes this process one of those of the worker's mesh."""
+def _coordinator(plan: WorkerPlan) -> str:
     coordinator = os.environ.get(COORDINATOR_VARIABLE, plan.coordinator)
     if coordinator is None:
         raise ValueError(f"{plan.name} has {plan.processes} processes: it needs a coordinator, HOST:PORT, in the file")
+    return coordinator
+
+
+def _join(plan: WorkerPlan, process: int, coordinator: str) -> None:
+    """Makes this process one of those of the worker's mesh."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     local = os.environ.get(LOCAL_DEVICES_VARIABLE)
     jax.distributed.initialize(
@@ -76,25 +82,39 @@ def _join(plan: WorkerPlan, process: int) -> None:
         plan.processes,
         process,
         None if local is None else [int(device) for device in local.split(",")],
-        coordinator_bind_address=coordinator if _is_loopback(coordinator) else None,  # by itself on every interface
+        # Slurm and MPI would have a process use one GPU alone: all else is said here.
+        cluster_detection_method="deactivate",
+        # By itself on every interface. The address that a name stands for need not be one of this host's.
+        coordinator_bind_address=coordinator if _is_loopback(coordinator) or _is_ip(coordinator) else None,
     )
 
 
-def keep_pages_local(address: str) -> None:
-    """Lets UCX, which NIXL moves pages with, use the loopback interface alone where the router's address says that all
-    workers are on one machine; by itself it listens on every interface. To be called before NIXL is imported. Who has
-    set UCX_NET_DEVICES, in the environment or in the worker's `env`, is not overruled."""
-    if _is_loopback(address.removeprefix("tcp://")):
+def keep_pages_local(address: str, coordinator: str | None = None) -> None:
+    """Lets UCX, which NIXL moves pages with, use the loopback interface alone where the router's address, and that of
+    the worker's coordinator where it has one, say that all is on one machine; by itself it listens on every interface.
+    To be called before NIXL is imported. Who has set UCX_NET_DEVICES, in the environment or in the worker's `env`, is
+    not overruled."""
+    if _is_loopback(address.removeprefix("tcp://")) and (coordinator is None or _is_loopback(coordinator)):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 def _is_loopback(address: str) -> bool:
     """Of HOST:PORT."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = _host(address)
+    return host == "localhost" or (_is_ip(address) and ip_address(host).is_loopback)
+
+
+def _is_ip(address: str) -> bool:
+    """Of HOST:PORT, whether the host is no name."""
     try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name
+        ip_address(_host(address))
+    except ValueError:
         return False
+    return True
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _end_with(parent: int) -> None:
@@ -116,8 +136,9 @@ async def _work(
 
 
 async def _follow(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, secret: bytes) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)  # it ends with the first process
-    await Follower(plan.name, engine, secret, plan.staging_pages).run()
+    follower = Follower(plan.name, engine, secret, plan.staging_pages)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, follower.leave)
+    await follower.run()
 
 
 def main() -> int:

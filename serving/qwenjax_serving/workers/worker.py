@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _BEAT = 0.5  # seconds between two signs of life; routers wait for several
 _HELLO_AGAIN = 2.0  # seconds without a Welcome after which a Hello is repeated
 _ROUTER_SILENCE = 10.0  # seconds after which what runs for a router is let go
-_LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
+LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
 
 
 class Worker(ABC):
@@ -99,7 +99,7 @@ class Worker(ABC):
         await self.transport.start(self.staging.pages)
         self._layout, self._metadata = self.staging.layout, [self.transport.metadata]
         if (processes := num_processes(self._engine)) > 1:
-            self.peers = Peers(self._secret)
+            self.peers = Peers(self._secret, self.end_with)
             others = await self.peers.meet(processes - 1)
             self._layout = joined([self._layout, *(other.staging for other in others)])
             self._metadata += [other.metadata for other in others]
@@ -202,7 +202,12 @@ class Worker(ABC):
     async def _beat(self) -> None:
         while True:
             now = time.monotonic()
-            for what, failure in ("engine", self.engine.failure), ("transport", self.transport.failure):
+            failures = {
+                "engine": self.engine.failure,
+                "transport": self.transport.failure,
+                "worker's other processes": self._engine.failure,
+            }
+            for what, failure in failures.items():
                 if failure is not None:
                     raise RuntimeError(f"the {what} failed: {failure}") from failure
             if self._welcome and now - self._heard > _ROUTER_SILENCE:
@@ -211,7 +216,7 @@ class Worker(ABC):
             elif not self._welcome and self._rejoining is None and now - self._said_hello > _HELLO_AGAIN:
                 self._hello()
             self.send(self._status())
-            if self._leaving is not None and (not self.num_held or now - self._leaving > _LEAVE):
+            if self._leaving is not None and (not self.num_held or now - self._leaving > LEAVE):
                 return
             await asyncio.sleep(_BEAT)
 
@@ -247,5 +252,6 @@ def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
 def _model_key(engine: Engine, fingerprint: str) -> str:
     """Equal for engines whose pages mean the same: of one checkpoint, read in one way."""
     model, eos_ids = engine.model, sorted(engine.tokenizer.eos_ids)
-    described = repr((fingerprint, model.config, str(model.dtype), num_planes(engine), eos_ids))
+    read_as = model.quantised, model.activation_format
+    described = repr((fingerprint, model.config, str(model.dtype), read_as, num_planes(engine), eos_ids))
     return hashlib.sha256(described.encode()).hexdigest()[:16]
