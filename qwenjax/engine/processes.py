@@ -175,9 +175,11 @@ def look_up(key: str) -> str:
 
 
 def coordinator_host() -> str:
-    """Where the first process is reached: an IP address, without brackets."""
+    """Where the first process is reached: an IP address, without brackets; an IPv4 one where its name has one."""
     host = str(_state().coordinator_address.rsplit(":", 1)[0]).strip("[]")
-    return host if ":" in host else socket.gethostbyname(host)
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return str(address[0])
 
 
 def _state() -> Any:
