@@ -60,6 +60,8 @@ def writes_unavailable(k: jax.Array, v: jax.Array, key_cache: jax.Array, value_c
             f"keys are {_told(k)} for {_told(key_cache)} and values {_told(v)} for {_told(value_cache)}; "
             "the kernel takes both alike"
         )
+    if (k.shape[2], k.shape[3]) != (key_cache.shape[2], key_cache.shape[4]):
+        return f"keys are {_told(k)} for {_told(key_cache)}; the kernel writes as many heads of as many features"
     if (row_bytes := k.shape[-1] * k.dtype.itemsize) % 16:
         return f"a head's row is {row_bytes} bytes; the kernel copies multiples of 16"
     return machine_unavailable()

@@ -114,6 +114,13 @@ def test_no_keys_to_write_are_a_reason(new: tuple[int, ...]) -> None:
     assert "no empty ones" in str(writes_unavailable(k, k, cache, cache))
 
 
+def test_writes_of_other_heads_than_the_caches_are_refused_by_name() -> None:
+    cache = jnp.zeros((1, 4, 2, 16, 64), jnp.bfloat16)
+    for heads, head_dim in ((4, 64), (2, 32)):
+        k = jnp.zeros((1, 1, heads, head_dim), jnp.bfloat16)
+        assert "as many heads of as many features" in str(writes_unavailable(k, k, cache, cache))
+
+
 def test_without_a_gpu_the_reference_runs_and_each_other_form_says_why() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
