@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qwenjax.quant.bits import (
     E4M3,
@@ -81,13 +80,6 @@ class MXFP8(Format):
         nan = (blocks & 0x7F == 0x7F) | (scale == NAN_SCALE)[..., None]
         bits = xp.where(nan, xp.uint32(0x7FC00000), magnitude | (blocks & E4M3.sign_bit) << 24)
         return bitcast(bits, xp.float32).reshape(elements.shape)
-
-
-def count_clamped(array: np.ndarray) -> int:
-    """How many blocks of a finite array, zeros aside, have a scale that the clamp to 2^-117 raised."""
-    bits = checked_bits(array) & MAGNITUDE
-    amax = bits.reshape(-1, MX_BLOCK).max(-1)
-    return int(((scale_bytes(amax) < MIN_EXACT_SCALE) & (amax != 0)).sum())
 
 
 @jax.jit
