@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,11 @@ from jax.sharding import Mesh
 
 from qwenjax_ffi import all_reduce_kernel, collectives
 from tests.ffi import all_reduce_process
+from tests.ffi.gpu_processes import check, check_two, start
 
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(all_reduce_process.__file__)
-ROOT = PROGRAM.parents[2]
 
 
 @functools.cache
@@ -96,35 +92,12 @@ def test_ten_thousand_calls_of_two_sizes_in_turn(late: bool) -> None:
     assert all_reduce_process.many_calls(mesh(), 5000, late) == 0
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    settings = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
-        env=os.environ | settings | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def check(process: subprocess.Popen[str]) -> None:
-    out, err = process.communicate(timeout=200)
-    assert "wrong: 0\n" in out, (out + err)[-3000:]
-
-
 def test_without_command_buffers() -> None:
     mesh()
-    check(start(5000, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
+    check(start(PROGRAM, 5000, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graphs", "no graphs"])
 def test_two_processes(flags: str) -> None:
     mesh()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for process in [start(5000, i, 2, port, XLA_FLAGS=flags) for i in range(2)]:
-        check(process)
+    check_two(PROGRAM, 5000, XLA_FLAGS=flags)

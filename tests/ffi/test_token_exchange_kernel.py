@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,11 @@ from jax.sharding import Mesh
 
 from qwenjax_ffi.token_exchange import combine, dispatch
 from tests.ffi import token_exchange_process as process
+from tests.ffi.gpu_processes import check, check_two, start
 
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(process.__file__)
-ROOT = PROGRAM.parents[2]
 
 
 @functools.cache
@@ -86,34 +82,11 @@ def test_a_thousand_iterations_of_two_layers_in_flight(late: bool) -> None:
     assert process.many_layers(mesh(), 1024, late) == 0
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    settings = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
-        env=os.environ | settings | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def check(running: subprocess.Popen[str]) -> None:
-    out, err = running.communicate(timeout=200)
-    assert "wrong: 0\n" in out, (out + err)[-3000:]
-
-
 def test_without_command_buffers() -> None:
     mesh()
-    check(start(1024, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
+    check(start(PROGRAM, 1024, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
 
 
 def test_two_processes() -> None:
     mesh()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for running in [start(1024, i, 2, port) for i in range(2)]:
-        check(running)
+    check_two(PROGRAM, 1024)

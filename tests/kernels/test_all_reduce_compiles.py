@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,7 @@ import pytest
 
 from qwenjax_ffi.all_reduce_choice import Algorithm
 from qwenjax_kernels.heap_layout import INBOX_BYTES, MAX_BLOCKS, MAX_RANKS, HeapLayout
+from tests.kernels.compiling import compile_cases
 
 COMPILE = Path(__file__).with_name("compile_all_reduce.py")
 
@@ -48,33 +44,8 @@ INSTRUCTIONS = {
 EPOCHS = ["ld.acquire.sys.global.b64", "atom.relaxed.gpu.global.add.u64"]
 
 
-def compile_cases(
-    cases: Sequence[Any], architecture: str, folder: Path, program: Path = COMPILE
-) -> tuple[str, list[str]]:
-    """The compiler's remarks on all cases, and the PTX of each; `program` compiles its arguments in turn."""
-    ptx = []
-    remarks = ""
-    environment = os.environ | {
-        "CUTE_DSL_ARCH": architecture,
-        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-        "CUTE_DSL_KEEP": "ptx",
-        "JAX_PLATFORMS": "cpu",
-    }
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    environment["CUTE_DSL_DUMP_DIR"] = str(folder)
-    arguments = [json.dumps(case) for case in cases]
-    run = subprocess.run(
-        [sys.executable, str(program), *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    remarks = run.stdout + run.stderr
-    ptx = [path.read_text() for path in sorted(folder.glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)]
-    return remarks, ptx
-
-
-def check(cases: list[Case], architecture: str, folder: Path) -> None:
-    remarks, texts = compile_cases(cases, architecture, folder)
-    assert len(texts) == len(cases)
+def check(cases: list[Case], architecture: str) -> None:
+    remarks, texts = compile_cases(COMPILE, cases, architecture)
     assert len(re.findall("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", remarks)) == len(cases)
     for (algorithm, *_, row), ptx in zip(cases, texts, strict=True):
         assert f".target {architecture}" in ptx
@@ -92,12 +63,12 @@ def check(cases: list[Case], architecture: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiles_without_spills_to_system_scope_accesses(architecture: str, tmp_path: Path) -> None:
-    check(FAST, architecture, tmp_path)
+def test_compiles_without_spills_to_system_scope_accesses(architecture: str) -> None:
+    check(FAST, architecture)
 
 
-def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release(tmp_path: Path) -> None:
-    _, (ptx,) = compile_cases([("barrier",)], "sm_90a", tmp_path)
+def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release() -> None:
+    _, (ptx,) = compile_cases(COMPILE, [("barrier",)], "sm_90a")
     assert "atom.acq_rel.gpu.global.add.u64" in ptx
     assert "ld.acquire.sys.global.b64" in ptx
 
@@ -105,8 +76,8 @@ def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "multicast"])
-def test_every_form_compiles(algorithm: str, architecture: str, tmp_path: Path) -> None:
-    check([case for case in SLOW if case[0] == algorithm], architecture, tmp_path)
+def test_every_form_compiles(algorithm: str, architecture: str) -> None:
+    check([case for case in SLOW if case[0] == algorithm], architecture)
 
 
 @pytest.mark.parametrize("ranks", range(2, MAX_RANKS + 1))

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from cutlass import BFloat16, Float32
 
 from qwenjax_kernels.sort_rows import MAX_TURNS, ONE_BLOCK_PAIRS, SortRows
 from qwenjax_kernels.sum_rows import SumRows
+from tests.kernels.compiling import compile_cases
 from tests.kernels.ptx_emulator import launch
 
 COMPILE = Path(__file__).with_name("compile_expert_rows.py")
@@ -45,21 +41,8 @@ SLOW: tuple[Case, ...] = (
 @functools.cache
 def compiled(cases: tuple[Case, ...], architecture: str) -> tuple[str, dict[Case, str]]:
     """The compiler's remarks and the PTX of each."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "CUTE_DSL_ARCH": architecture,
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "CUTE_DSL_KEEP": "ptx",
-            "CUTE_DSL_DUMP_DIR": folder,
-            "JAX_PLATFORMS": "cpu",
-        }
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        command = [sys.executable, str(COMPILE), *map(json.dumps, cases)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert run.returncode == 0, run.stderr[-4000:]
-        paths = sorted(Path(folder).glob("*.ptx"), key=lambda path: path.stat().st_mtime_ns)
-        texts = [path.read_text() for path in paths]
-    return run.stdout + run.stderr, dict(zip(cases, texts, strict=True))
+    remarks, texts = compile_cases(COMPILE, cases, architecture)
+    return remarks, dict(zip(cases, texts, strict=True))
 
 
 def check(cases: tuple[Case, ...], architecture: str) -> None:

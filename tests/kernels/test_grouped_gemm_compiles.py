@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pytest
 from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90
 from qwenjax_kernels.grouped_gemm_sm90_mxfp8 import MXFP8GroupedGemmSm90
 from qwenjax_kernels.tiles import BF16_TILES, MXFP8_TILES, Tile
+from tests.kernels.compiling import compile_case
 
 COMPILE = Path(__file__).with_name("compile_grouped_gemm.py")
 TILES = {
@@ -44,27 +41,9 @@ SLOW: list[Case] = [
 ]
 
 
-def compile_case(case: Case, folder: Path) -> tuple[str, str]:
-    """The compiler's remarks and the PTX of one kernel."""
-    environment = os.environ | {
-        "CUTE_DSL_ARCH": "sm_90a",
-        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(folder),
-        "JAX_PLATFORMS": "cpu",
-    }
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    run = subprocess.run(
-        [sys.executable, str(COMPILE), json.dumps(case)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    (ptx,) = folder.glob("*.ptx")
-    return run.stdout + run.stderr, ptx.read_text()
-
-
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
-def test_compiles_to_wgmma_without_spills(case: Case, tmp_path: Path) -> None:
-    remarks, ptx = compile_case(case, tmp_path)
+def test_compiles_to_wgmma_without_spills(case: Case) -> None:
+    remarks, ptx = compile_case(COMPILE, case, "sm_90a")
     tile, weights = Tile(*case[5]), case[-1]
     # C7510 to C7514: ptxas serialises wgmma and says why.
     assert not re.search(r"\(C75\d\d\)", remarks), remarks

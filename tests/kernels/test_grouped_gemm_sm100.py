@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,7 @@ from qwenjax_kernels import block_scaled
 from qwenjax_kernels.grouped_gemm_sm100 import GroupedGemmSm100
 from qwenjax_kernels.quantise_rows import QuantiseRows
 from qwenjax_kernels.tiles_sm100 import SHARED_BYTES, TENSOR_MEMORY_COLUMNS, TILE_ROWS, Tile, choose_tile_rows
+from tests.kernels.compiling import compile_case
 from tests.kernels.ptx_emulator import WAIT, EmulationError, Window, launch
 
 COMPILE = Path(__file__).with_name("compile_grouped_gemm_sm100.py")
@@ -56,20 +52,7 @@ SLOW: list[Case] = [
 @functools.cache
 def compiled(case: Case, arch: str = "sm_100a") -> tuple[str, str]:
     """The compiler's remarks and the PTX of one kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "CUTE_DSL_ARCH": arch,
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "CUTE_DSL_KEEP": "ptx",
-            "CUTE_DSL_DUMP_DIR": folder,
-            "JAX_PLATFORMS": "cpu",
-        }
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        command = [sys.executable, str(COMPILE), json.dumps(case)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert run.returncode == 0, run.stderr[-4000:]
-        (ptx,) = Path(folder).glob("*.ptx")
-        return run.stdout + run.stderr, ptx.read_text()
+    return compile_case(COMPILE, case, arch)
 
 
 @pytest.mark.parametrize(

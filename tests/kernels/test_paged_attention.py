@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,7 @@ from qwenjax_ffi.attention import write_pages
 from qwenjax_kernels.attention_combine import WARPS
 from qwenjax_kernels.page_writes import THREADS
 from tests.ffi.paged_sequences import errors, expected, paged_sequences
+from tests.kernels.compiling import compile_case
 from tests.kernels.ptx_emulator import launch
 
 COMPILE = Path(__file__).with_name("compile_paged_attention.py")
@@ -32,20 +28,7 @@ SLOW: list[Case] = [
 
 def compiled(case: Case, arch: str) -> tuple[str, str]:
     """The compiler's remarks and the PTX of both kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "CUTE_DSL_ARCH": arch,
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "CUTE_DSL_KEEP": "ptx",
-            "CUTE_DSL_DUMP_DIR": folder,
-            "JAX_PLATFORMS": "cpu",
-        }
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        command = [sys.executable, str(COMPILE), json.dumps(case)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert run.returncode == 0, run.stderr[-4000:]
-        (ptx,) = Path(folder).glob("*.ptx")
-        return run.stdout + run.stderr, ptx.read_text()
+    return compile_case(COMPILE, case, arch)
 
 
 def check_compiled(remarks: str, ptx: str, case: Case) -> None:

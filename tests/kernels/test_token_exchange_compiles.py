@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kernels.test_all_reduce_compiles import ARCHITECTURES, EPOCHS, compile_cases
+from tests.kernels.compiling import compile_cases
+from tests.kernels.test_all_reduce_compiles import ARCHITECTURES, EPOCHS
 
 COMPILE = Path(__file__).with_name("compile_token_exchange.py")
 
@@ -41,8 +41,7 @@ PUSH = ["st.relaxed.sys.global.v", "ld.relaxed.sys.global.v", "st.relaxed.sys.gl
 @functools.cache
 def compiled(cases: tuple[tuple[Any, ...], ...], architecture: str) -> tuple[str, list[str]]:
     """The compiler's remarks and the PTX of each."""
-    with tempfile.TemporaryDirectory() as folder:
-        return compile_cases(cases, architecture, Path(folder), COMPILE)
+    return compile_cases(COMPILE, cases, architecture)
 
 
 def check(cases: tuple[Case, ...], architecture: str, others: tuple[tuple[Any, ...], ...] = ()) -> None:
