@@ -1,4 +1,4 @@
-"""`qwenjax convert`: what it writes, read by an independent reader; what it refuses; and that a kill does no harm."""
+"""`qwenjax convert`: what it writes, read by an independent reader; and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +27,17 @@ from qwenjax.convert.plan import make_plan
 from qwenjax.convert.source import open_source
 from qwenjax.quant import MXFP8, NonFiniteError
 from qwenjax_serving.commands import convert as command
-
-HIDDEN, WIDTH, EXPERTS, LAYERS = 64, 96, 4, 2
-CONFIG = {"model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
-EXTRAS = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 20}'}
-
-
-def tensors(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Layer 0 has experts, layer 1 a dense MLP."""
-    make = torch.Generator().manual_seed(seed)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, HIDDEN), "lm_head.weight": (50, HIDDEN)}
-    shapes["model.norm.weight"] = (HIDDEN,)
-    for layer in range(LAYERS):
-        base = f"model.layers.{layer}"
-        shapes |= {f"{base}.self_attn.{x}_proj.weight": (HIDDEN, HIDDEN) for x in "qo"}
-        shapes |= {f"{base}.self_attn.{x}_proj.weight": (HIDDEN // 2, HIDDEN) for x in "kv"}
-        shapes |= {f"{base}.self_attn.q_norm.weight": (16,), f"{base}.input_layernorm.weight": (HIDDEN,)}
-    for mlp in [f"model.layers.0.mlp.experts.{e}" for e in range(EXPERTS)] + ["model.layers.1.mlp"]:
-        shapes |= {f"{mlp}.{x}_proj.weight": (WIDTH, HIDDEN) for x in ("gate", "up")}
-        shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, WIDTH)
-    shapes["model.layers.0.mlp.gate.weight"] = (EXPERTS, HIDDEN)
-    return {name: torch.randn(shape, generator=make).to(dtype) * 0.02 for name, shape in shapes.items()}
-
-
-def fuse(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    base = "model.layers.0.mlp.experts"
-    pick = [{x: state[f"{base}.{e}.{x}_proj.weight"] for x in ("gate", "up", "down")} for e in range(EXPERTS)]
-    rest = {name: tensor for name, tensor in state.items() if not name.startswith(base)}
-    rest[f"{base}.gate_up_proj"] = torch.stack([torch.cat([p["gate"], p["up"]]) for p in pick])
-    rest[f"{base}.down_proj"] = torch.stack([p["down"] for p in pick])
-    return rest
-
-
-def save(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
-    """In two shards with an index."""
-    folder.mkdir(parents=True)
-    names = sorted(state)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, chosen in parts.items():
-        save_file({name: state[name].contiguous() for name in chosen}, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, chosen in parts.items() for name in chosen}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
-    for name, text in (EXTRAS | {"README.md": "model card", "pytorch_model.bin": "weights"}).items():
-        (folder / name).write_text(text)
-    return folder
+from tests.qwenjax.conversions import (
+    CONFIG,
+    EXTRAS,
+    HIDDEN,
+    WIDTH,
+    contents,
+    fuse,
+    run_python,
+    save,
+    tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +66,6 @@ def independent(folder: Path) -> dict[str, np.ndarray]:
         else:
             values[name] = found[name].to(torch.float64).numpy()
     return values
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def is_linear(name: str) -> bool:
@@ -420,97 +378,6 @@ def test_two_conversions_into_one_folder_exclude_each_other(source: Path, tmp_pa
     with Destination(tmp_path / "dst", opened, "identity"), pytest.raises(ConvertError, match="another process"):
         Destination(tmp_path / "dst", opened, "identity")
     assert not Destination(tmp_path / "dst", opened, "identity").finished
-
-
-# Resuming. A crash is an exception at the n-th step that leaves the files as they are; a kill is a real one.
-
-
-class Crash(BaseException):
-    pass
-
-
-def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write and every rename is a step."""
-    left = [step]
-
-    def counted(real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise Crash
-            return real(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(os, "replace", counted(os.replace))
-    monkeypatch.setattr(os, "pwrite", counted(os.pwrite))
-    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-
-
-def test_a_crash_at_any_step_resumes_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "whole", shard_bytes=60_000)
-    expected, step, finished = contents(tmp_path / "whole"), 0, False
-    while not finished:
-        destination = tmp_path / f"step{step}"
-        with pytest.MonkeyPatch.context() as patch:
-            crash_at(step, patch)
-            try:
-                convert(source, destination, shard_bytes=60_000, workers=1)
-                finished = True
-            except Crash:
-                seen = list(destination.rglob("*.safetensors"))
-                assert all(contents(destination)[path.name] == expected[path.name] for path in seen)
-        report = convert(source, destination, shard_bytes=60_000)
-        assert contents(destination) == expected
-        assert report == convert(source, tmp_path / "whole", shard_bytes=60_000)
-        shutil.rmtree(destination)
-        step += 9 if 6 < step < 60 else 1
-    assert step > 60
-
-
-KILLED = """
-import os, signal, sys
-from qwenjax.convert import convert
-left, real = int(sys.argv[3]), os.pwrite
-def pwrite(*args):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args)
-os.pwrite = pwrite
-convert(sys.argv[1], sys.argv[2], shard_bytes=60_000)
-"""
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_a_killed_process_resumes_without_redoing_finished_shards(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "whole", shard_bytes=60_000)
-    for writes in (3, 25, 12):  # each goes on from where the last was killed
-        run = run_python(KILLED, str(source), str(tmp_path / "dst"), str(writes))
-        assert run.returncode == -signal.SIGKILL, run.stderr
-    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "dst").glob("*.safetensors")}
-    assert finished
-    convert(source, tmp_path / "dst", shard_bytes=60_000)
-    assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
-    assert all((tmp_path / "dst" / name).stat().st_mtime_ns == time for name, time in finished.items())
-
-
-def test_an_unfinished_conversion_is_not_continued_with_other_options(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        crash_at(30, patch)
-        with pytest.raises(Crash):
-            convert(source, tmp_path / "dst", shard_bytes=60_000, workers=1)
-    with pytest.raises(ConvertError, match="unfinished conversion of another source, or with other options"):
-        convert(source, tmp_path / "dst", shard_bytes=60_000, only="experts")
 
 
 def test_a_finished_conversion_is_left_alone(source: Path, converted: Path) -> None:
