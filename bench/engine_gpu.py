@@ -124,14 +124,20 @@ def idle_slots(model: ShardedModel, config: EngineConfig) -> Slots:
     )
 
 
-def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -> Any:
+def lowered(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -> jax.stages.Lowered:
     """One of the engine's programs, without an engine: nothing is allocated."""
     slots = jax.eval_shape(lambda: idle_slots(model, config))
     name, size = what
     rows = config.rows_per_call(size) if name == "prefill" else size[0]
     columns = chunk_columns(config, size) if name == "prefill" else lane_columns(config)
     function = getattr(Programs(model.graphdef, model.mesh, config), name)[size]
-    return function.trace(model.state, slots, columns.table(rows)).lower().compile()
+    return function.trace(model.state, slots, columns.table(rows)).lower()
+
+
+def layer_cache_bytes(model: ShardedModel, config: EngineConfig) -> int:
+    """Of one layer's keys and values."""
+    keys = jax.eval_shape(lambda: idle_slots(model, config)).cache.keys
+    return 2 * keys.size * keys.dtype.itemsize // keys.shape[0]
 
 
 def decode_step_seconds(
@@ -234,41 +240,44 @@ def measure_steps(
         for count in drafts
     }
     prefills = {budget: engine_config(8, 6200, max_num_batched_tokens=budget) for budget in budgets}
+    wanted: dict[tuple[str, Any], EngineConfig] = {("decode", variant): sizes for variant, sizes in decodes.items()}
+    wanted |= {("prefill", budget): sizes for budget, sizes in prefills.items()}
     with ThreadPoolExecutor() as pool:
-        programs: dict[tuple[str, Any], Any] = {
-            ("decode", variant): pool.submit(compiled, model, sizes, ("decode", variant))
-            for variant, sizes in decodes.items()
-        }
-        for budget, sizes in prefills.items():
-            programs["prefill", budget] = pool.submit(compiled, model, sizes, ("prefill", sizes.chunk_lengths[-1]))
-        say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM")
-        for (batch, count), sizes in decodes.items():
-            try:
-                program = programs["decode", (batch, count)].result()
-                seconds = decode_step_seconds(model, sizes, program, profile=profile)
-                limits = f"{roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')}" if not count else "     |"
-                say(f"{batch:>29} | {count:>6} | {seconds * 1e3:>9.2f} | {limits}")
-            except Exception as error:  # a batch that does not fit leaves the others to be measured
-                say(f"{batch:>29} | {count:>6} | failed: {type(error).__name__}: {str(error)[:1000]}")
-            gc.collect()
-        say(f"(compiled and measured in {time.perf_counter() - start:.0f} s)")
-        rng = np.random.default_rng(0)
-        say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
-        for budget, sizes in prefills.items():
-            try:
-                engine = Engine(model, tokenizer, sizes)
-                length = sizes.chunk_lengths[-1]
-                engine._compiled = {("prefill", length): programs["prefill", budget].result()}
-                best = float("inf")
-                for _ in range(2):
-                    engine.clear_prefix_cache()
-                    prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
-                    best = min(best, run_all(engine, prompts, 1)[0])
-                say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
-                del engine
-            except Exception as error:
-                say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:1000]}")
-            gc.collect()
+        # Lowered one after the other, as Engine.warm_up does, and all compiled before the first is timed.
+        futures = {}
+        for (name, size), sizes in wanted.items():
+            program = (name, sizes.chunk_lengths[-1] if name == "prefill" else size)
+            futures[name, size] = pool.submit(lowered(model, sizes, program).compile)
+    say(f"programs: compiled in {time.perf_counter() - start:.0f} s")
+    say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM | temporaries, a layer's cache (GB)")
+    for (batch, count), sizes in decodes.items():
+        try:
+            decode = futures["decode", (batch, count)].result()
+            seconds = decode_step_seconds(model, sizes, decode, profile=profile)
+            limits = f"{roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')!s:>4}" if not count else "     |     "
+            temporaries = decode.memory_analysis().temp_size_in_bytes
+            memory = f"{temporaries / 1e9:.3f}, {layer_cache_bytes(model, sizes) / 1e9:.3f}"
+            say(f"{batch:>29} | {count:>6} | {seconds * 1e3:>9.2f} | {limits} | {memory}")
+        except Exception as error:  # a batch that does not fit leaves the others to be measured
+            say(f"{batch:>29} | {count:>6} | failed: {type(error).__name__}: {str(error)[:1000]}")
+        gc.collect()
+    rng = np.random.default_rng(0)
+    say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
+    for budget, sizes in prefills.items():
+        try:
+            engine = Engine(model, tokenizer, sizes)
+            length = sizes.chunk_lengths[-1]
+            engine._compiled = {("prefill", length): futures["prefill", budget].result()}
+            best = float("inf")
+            for _ in range(2):
+                engine.clear_prefix_cache()
+                prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
+                best = min(best, run_all(engine, prompts, 1)[0])
+            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
+            del engine
+        except Exception as error:
+            say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:1000]}")
+        gc.collect()
     if not through_engine:
         return
     engine = Engine(model, tokenizer, engine_config(64, 512))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from typing import Any
 
 import jax
@@ -29,12 +30,23 @@ SIZES: dict[str, int] = {
 }
 
 
+lowering_threads: set[int] = set()
+
+
 @pytest.fixture(scope="module")
 def shared() -> Engine:
     raw = tiny(vocab_size=VOCABULARY)
     model = model_from_tensors(raw, make_mesh(), random_tensors(raw))
     engine = Engine(model, Tokenizer(backend(), eos_ids=EOS_IDS), EngineConfig(**SIZES))
-    engine.warm_up(progress=False)
+    lower = jax.stages.Traced.lower
+
+    def recorded(traced: jax.stages.Traced) -> jax.stages.Lowered:
+        lowering_threads.add(threading.get_ident())
+        return lower(traced)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Traced, "lower", recorded)
+        engine.warm_up(progress=False)
     return engine
 
 
@@ -65,6 +77,10 @@ def whole(engine: Engine, prompt: list[int], params: SamplingParams, salt: str |
 
 def solo(engine: Engine, prompt: list[int], params: SamplingParams) -> list[list[int]]:
     return [part.token_ids for part in whole(engine, prompt, params).outputs]
+
+
+def test_warming_up_lowers_in_one_thread_since_the_kernels_compiler_is_not_made_for_several(engine: Engine) -> None:
+    assert lowering_threads == {threading.get_ident()}
 
 
 def test_results_do_not_depend_on_scarcity(engine: Engine) -> None:
