@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def decode_step_seconds(
     return seconds
 
 
-def kernel_times(call: Callable[[], None], most: int = 20) -> dict[str, tuple[float, int]]:
+def kernel_times(call: Callable[[], object], most: int = 20) -> dict[str, tuple[float, int]]:
     """What a GPU does in a call, as JAX's profiler sees it: milliseconds and launches by kernel, the longest first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -210,6 +211,12 @@ def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[
         if len(engine._in_flight) >= before and isinstance(engine._in_flight[-1].call, Decode):
             steps += engine._in_flight[-1].call.num_steps
     return prefill, time.perf_counter() - start, steps
+
+
+def prefill_seconds(engine: Engine, prompts: list[list[int]]) -> float:
+    """Until all prompts are read, none of them from the prefix cache."""
+    engine.clear_prefix_cache()
+    return run_all(engine, prompts, 1)[0]
 
 
 def measure_steps(
@@ -268,11 +275,11 @@ def measure_steps(
             engine = Engine(model, tokenizer, sizes)
             length = sizes.chunk_lengths[-1]
             engine._compiled = {("prefill", length): futures["prefill", budget].result()}
-            best = float("inf")
-            for _ in range(2):
-                engine.clear_prefix_cache()
-                prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
-                best = min(best, run_all(engine, prompts, 1)[0])
+            prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
+            best = min(prefill_seconds(engine, prompts) for _ in range(2))
+            if profile:
+                for name, (milliseconds, count) in kernel_times(partial(prefill_seconds, engine, prompts)).items():
+                    say(f"{milliseconds:>10.1f} ms in {count:>5} of {name[:100]}")
             say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
             del engine
         except Exception as error:
@@ -296,7 +303,9 @@ def main() -> None:
     parser.add_argument("--dump", action="store_true", help="print this backend's outputs as JSON")
     parser.add_argument("--expected", type=Path, help="what --dump printed on a CPU, to save the time")
     parser.add_argument("--engine", action="store_true", help="steps through the engine, too")
-    parser.add_argument("--profile", action="store_true", help="the kernels of each decode step, before its line")
+    parser.add_argument(
+        "--profile", action="store_true", help="the kernels of each decode step and of the prefill, before its line"
+    )
     parser.add_argument("--quantization", choices=["mxfp8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0])
