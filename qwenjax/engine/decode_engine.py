@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.engine import Engine, Program
 from qwenjax.engine.handover import PAGES_PER_COPY, copies_of, is_here, kv_layout, num_planes, ranks_here
 from qwenjax.engine.programs import Programs
+from qwenjax.engine.schedule import Decode
 from qwenjax.engine.sequence import Request, Sequence
 from qwenjax.engine.slots import Slots, slots_specs
 from qwenjax.mesh import BY_DATA, DATA, MODEL
@@ -78,6 +80,10 @@ class DecodeEngine(Engine):
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
         super().__init__(model, tokenizer, config)
         self.take_staged: Callable[[SequenceOf[int]], np.ndarray] | None = None  # after the first process: as `pages`
+        # Told, with the time, of the sequences on the fullest data rank, the tokens that each drew on average in a
+        # call, and the seconds since the call before.
+        self.on_decoded: Callable[[int, float, float, float], None] | None = None
+        self._decoded_at: float | None = None  # None where the next call has none before it
         self._num_admitted = 0
         self._reserved: dict[str, Request] = {}
         self._admission = Columns(
@@ -130,6 +136,8 @@ class DecodeEngine(Engine):
         if sequence.output.finished:
             raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")
         del self._reserved[request_id]
+        if not self._requests:
+            self._decoded_at = None
         self._enter(request)
         request.saw_token(time.monotonic())
         if arrived.logprobs is not None and sequence.output.logprobs is not None:
@@ -146,6 +154,22 @@ class DecodeEngine(Engine):
     def data_rank(self, request_id: str) -> int:
         """Of a reserved request."""
         return self._reserved[request_id].sequences[0].job.rank
+
+    def _take_decoded(self, call: Decode, found: dict[str, Any], now: float) -> dict[str, Request]:
+        sequences = [sequence for job in call.jobs if (sequence := self._sequences.get(job.order)) is not None]
+        before = [len(sequence.output.token_ids) for sequence in sequences]
+        changed = super()._take_decoded(call, found, now)
+        # Those that ended may have ended within the call.
+        drawn = [
+            len(sequence.output.token_ids) - count
+            for sequence, count in zip(sequences, before, strict=True)
+            if not sequence.output.finished
+        ]
+        if self.on_decoded is not None and self._decoded_at is not None and drawn:
+            fullest = max(Counter(lane.place // call.batch for lane in call.lanes).values())
+            self.on_decoded(fullest, sum(drawn) / len(drawn), now - self._decoded_at, now)
+        self._decoded_at = now
+        return changed
 
     def _announceable(self, programs: list[Program]) -> list[Program]:
         return [*(program for program in programs if program[0] == "decode"), ("admission", None)]

@@ -11,6 +11,7 @@ import hmac
 import itertools
 import secrets
 import select
+import selectors
 import socket
 import struct
 import threading
@@ -202,39 +203,62 @@ def meet() -> Leader | Follower:
         return Follower(leader)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
-        server.settimeout(_MEET_SECONDS)
         token = secrets.token_bytes(32)
         publish(key, f"{server.getsockname()[1]} {token.hex()}")
-        found: dict[int, socket.socket] = {}
-        while len(found) < jax.process_count() - 1:
-            try:
-                follower, _ = server.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, jax.process_count())) - set(found))
-                raise TimeoutError(f"waited {_MEET_SECONDS:g} s for the engines of processes {missing}") from None
-            _without_delay(follower)
-            # A stranger that connects and stays silent, or says nothing that fits, is not waited for.
-            process = _process_of(follower, token)
-            if process in found or not 0 < process < jax.process_count():
-                follower.close()
-                continue
-            follower.settimeout(None)
-            found[process] = follower
-    return Leader([found[process] for process in sorted(found)])
+        return Leader(accept_followers(server, token, jax.process_count()))
 
 
-def _process_of(follower: socket.socket, token: bytes) -> int:
-    """Which process has connected; 0 where it does not say the token, and its number, in time."""
-    said, until = b"", time.monotonic() + _HELLO_SECONDS
-    while len(said) < _HELLO.size:
-        follower.settimeout(max(until - time.monotonic(), 0.001))
-        try:
-            part = follower.recv(_HELLO.size - len(said))
-        except OSError:  # too late, or reset
-            return 0
-        if not part:
-            return 0
-        said += part
+def accept_followers(server: socket.socket, token: bytes, num_processes: int) -> list[socket.socket]:
+    """The connections of processes 1 to num_processes - 1, in order. Who connects and does not say the token soon is
+    let go, and nobody waits for it meanwhile. Raises TimeoutError where a process does not come."""
+    found: dict[int, socket.socket] = {}
+    until = time.monotonic() + _MEET_SECONDS
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(server, selectors.EVENT_READ)
+        said: dict[socket.socket, tuple[bytes, float]] = {}  # by who has not said all, and until when it may
+        while len(found) < num_processes - 1:
+            now = time.monotonic()
+            if now > until:
+                missing = sorted(set(range(1, num_processes)) - set(found))
+                raise TimeoutError(f"waited {_MEET_SECONDS:g} s for the engines of processes {missing}")
+            late = [stranger for stranger, (_, last) in said.items() if now > last]
+            ready = [key.fileobj for key, _ in waiting.select(min(_HELLO_SECONDS, until - now))]
+            for one in {*late, *ready}:
+                if one is server:
+                    follower, _ = server.accept()
+                    _without_delay(follower)
+                    said[follower] = b"", now + _HELLO_SECONDS
+                    waiting.register(follower, selectors.EVENT_READ)
+                    continue
+                assert isinstance(one, socket.socket)
+                before, last = said.pop(one)
+                part = b"" if one in late else _received(one, _HELLO.size - len(before))
+                if part and len(before + part) < _HELLO.size:
+                    said[one] = before + part, last
+                    continue
+                waiting.unregister(one)
+                process = _process_of(before + part, token)
+                if process in found or not 0 < process < num_processes:
+                    one.close()
+                else:
+                    found[process] = one
+        for stranger in said:
+            stranger.close()
+    return [found[process] for process in sorted(found)]
+
+
+def _received(end: socket.socket, most: int) -> bytes:
+    """What has come; nothing where the other end has left."""
+    try:
+        return end.recv(most)
+    except OSError:  # reset
+        return b""
+
+
+def _process_of(said: bytes, token: bytes) -> int:
+    """Which process said this; 0 where it is not the token and a number."""
+    if len(said) != _HELLO.size:
+        return 0
     its_token, process = _HELLO.unpack(said)
     return int(process) if hmac.compare_digest(its_token, token) else 0
 

@@ -132,6 +132,7 @@ class Scheduler:
         self.waiting: list[Job] = []  # by order
         self.prefilling: deque[Job] = deque()  # in turn
         self.num_preemptions = 0
+        self.max_running = config.max_num_seqs  # on a data rank; whoever runs the plans may lower it
         self._prefilled_last = False
 
     def add(self, job: Job) -> None:
@@ -236,7 +237,7 @@ class Scheduler:
         found = list[tuple[int, int, int, list[Block]]]()
         for rank, pool in enumerate(self.pools):
             busy = config.max_num_seqs - self.slots[rank].count(None)
-            if busy == config.max_num_seqs:
+            if busy >= self.max_running:
                 continue
             blocks = pool.match(keys)
             needed = config.pages_for(tokens) - sum(len(block.pages) for block in blocks)

@@ -23,7 +23,8 @@ _LOOPBACK = "tcp://127.0.0.1:0"
 class WorkerPlan:
     """A worker. options: of its engine. env: what its processes are started with besides. staging_pages: see Worker.
     processes: that its mesh is spread over, with as many devices each; coordinator: HOST:PORT where they find each
-    other, of the first one's host, by default any port of this machine.
+    other, of the first one's host, by default any port of this machine. min_tokens_per_second: of a decode worker, see
+    BatchLimit.
     """
 
     name: str
@@ -33,6 +34,7 @@ class WorkerPlan:
     staging_pages: int | None = None
     processes: int = 1
     coordinator: str | None = None
+    min_tokens_per_second: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -62,7 +64,7 @@ def read_deployment(path: Path) -> Deployment:
         [router]             # address, and the settings of RouterSettings
         [engine]             # options of every worker's engine, as build_engine's
         [[prefill]]          # a worker: name, env, staging_pages, processes, coordinator, and options of its own
-        [[decode]]
+        [[decode]]           # min_tokens_per_second besides
 
     Raises ValueError, with the file and the key, for what it does not know; OSError where there is no file.
     """
@@ -94,7 +96,7 @@ def _deployment(found: dict[str, Any]) -> Deployment:
     if not isinstance(address, str) or not address.startswith("tcp://"):
         raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
     for name, value in router.items():
-        if isinstance(value, bool) or not isinstance(value, int | numbers[name]) or not 0 < value < math.inf:
+        if not _is_positive(value, numbers[name]):
             raise ValueError(f"[router] {name} is {value!r}; it is a number above 0")
     workers = list[WorkerPlan]()
     roles: tuple[Role, ...] = ("prefill", "decode")
@@ -124,14 +126,22 @@ def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]
         raise ValueError(f"{name}: processes is {processes!r}; it is an integer above 0")
     if coordinator is not None and not (isinstance(coordinator, str) and coordinator.rpartition(":")[2].isdigit()):
         raise ValueError(f"{name}: coordinator is {coordinator!r}; it is HOST:PORT")
+    slowest = table.pop("min_tokens_per_second", None) if role == "decode" else None
+    if slowest is not None and not _is_positive(slowest, float):
+        raise ValueError(f"{name}: min_tokens_per_second is {slowest!r}; it is a number above 0")
     _check_options(name, table)
     options = cast(EngineOptions, {"progress": False, **engine, **table})
     if role == "prefill" and options.get("data_parallel", 1) != 1:
         raise ValueError(f"{name}: data_parallel is {options['data_parallel']}; prefill has one data rank")
-    plan = WorkerPlan(name, role, options, env, staging, processes, coordinator)
+    plan = WorkerPlan(name, role, options, env, staging, processes, coordinator, slowest)
     if plan.num_devices % processes:
         raise ValueError(f"{name}: {plan.num_devices} devices do not divide over {processes} processes")
     return plan
+
+
+def _is_positive(value: object, kind: type[float]) -> bool:
+    """Whether a value is a number above 0: any, or a whole one where kind is int."""
+    return not isinstance(value, bool) and isinstance(value, int | kind) and 0 < value < math.inf
 
 
 def _check_options(where: str, table: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -34,12 +35,14 @@ class Histogram:
 
     def family(self, model_name: str) -> Metric:
         family = HistogramMetricFamily(self._name, self._documentation, labels=["model_name"])
-        total, buckets = 0, []
-        for bound, count in zip(self._bounds, self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == math.inf else str(bound), total))
-        family.add_metric([model_name], buckets, self._sum)
+        family.add_metric([model_name], buckets(self._bounds, self._counts), self._sum)
         return family
+
+
+def buckets(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Prometheus' form of a histogram. counts: of values by upper bound, the last bound being infinite."""
+    names = ("+Inf" if bound == math.inf else str(bound) for bound in bounds)
+    return list(zip(names, accumulate(counts), strict=True))
 
 
 class RequestMetrics(Collector):

@@ -27,13 +27,15 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
     path = tmp_path / "file.toml"
     path.write_text(
         "[router]\nworker_timeout = 2\n[engine]\npage_size = 32\nmax_num_seqs = 4\n"
-        '[[prefill]]\nmax_num_seqs = 2\nenv = { A = "b" }\n[[prefill]]\nname = "other"\n[[decode]]\nstaging_pages = 9\n'
+        '[[prefill]]\nmax_num_seqs = 2\nenv = { A = "b" }\n[[prefill]]\nname = "other"\n'
+        "[[decode]]\nstaging_pages = 9\nmin_tokens_per_second = 20\n"
     )
     found = read_deployment(path)
     first, other, decode = found.workers
     assert (first.name, other.name, decode.name) == ("prefill-0", "other", "decode-0")
     assert (first.options["page_size"], first.options["max_num_seqs"], first.env) == (32, 2, {"A": "b"})
     assert (other.options["max_num_seqs"], decode.staging_pages) == (4, 9)
+    assert (decode.min_tokens_per_second, first.min_tokens_per_second) == (20, None)
     assert found.settings.worker_timeout == 2
     assert found.address.startswith("tcp://127.0.0.1:")
     assert found.worker("other") is other
@@ -63,6 +65,8 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
         ("[[prefill]]\nprocesses = 0\n[[decode]]\n", "prefill-0: processes is 0; it is an integer above 0"),
         ("[[prefill]]\nprocesses = 2\n[[decode]]\n", "prefill-0: 1 devices do not divide over 2 processes"),
         ('[[prefill]]\ncoordinator = "host"\n[[decode]]\n', "coordinator is 'host'; it is HOST:PORT"),
+        ("[[prefill]]\n[[decode]]\nmin_tokens_per_second = 0\n", "decode-0: min_tokens_per_second is 0"),
+        ("[[prefill]]\nmin_tokens_per_second = 9\n[[decode]]\n", r"prefill-0: unknown \['min_tokens_per_second'\]"),
         ("x = [", "file.toml: "),
     ],
 )

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from qwenjax.kv_transfer import KVLayout
-from qwenjax_serving.protocol.messages import Done, Joined, Offer, Read, Source, Stop, decode_to_follower
+from qwenjax_serving.protocol.messages import Alive, Done, Joined, Offer, Read, Source, Stop, decode_to_follower
 from qwenjax_serving.protocol.sockets import ConnectedSocket
 from qwenjax_serving.transfer.nixl_transport import TransferError
 from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.transfer.staging import StagingBuffer, joined
 from qwenjax_serving.workers import peers as peers_module
-from qwenjax_serving.workers.peers import Peers
+from qwenjax_serving.workers.peers import Peers, PeerSilence
 
 SIZES: dict[str, Any] = {"planes": 4, "head_dim": 2, "dtype": np.float32, "num_slots": 6}
 OFFER = Offer(7, "prefill", 0, 3, 14, 1, 3, (4, 0, 2, 5), 0)  # tokens 3 to 14 of planes 1 and 2
@@ -98,6 +98,41 @@ def test_a_part_that_fails_fails_the_whole_once_the_others_are_over() -> None:
         assert transport.under_way == 0
 
     asyncio.run(test())
+
+
+def test_a_process_that_falls_silent_fails_the_worker_and_its_orders_and_one_that_speaks_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published = dict[str, str]()
+    monkeypatch.setattr(peers_module, "coordinator_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(peers_module, "publish", published.__setitem__)
+    monkeypatch.setattr(peers_module, "BEAT", 0.02)
+    layout = StagingBuffer(KVLayout(1, 4), **SIZES).layout
+
+    async def test() -> None:
+        failures = list[BaseException]()
+        peers = Peers(SECRET, failures.append)
+        followers = [ConnectedSocket(published["peers"], SECRET, f"{place}", decode_to_follower) for place in (1, 2)]
+        for place, follower in enumerate(followers, 1):
+            while not follower.send(Joined(place, layout, b"metadata")):
+                await asyncio.sleep(0.01)
+        await peers.meet(2)
+        reading = asyncio.create_task(peers.read(2, OFFER, SLOTS, 0, [0]))
+        for _ in range(30):
+            for follower in followers:
+                follower.send(Alive())
+            await asyncio.sleep(0.02)
+        assert not failures
+        while not failures:
+            followers[0].send(Alive())
+            await asyncio.sleep(0.02)
+        assert str(failures[0]) == "process 2 has been silent for 0.2 s"
+        with pytest.raises(PeerSilence):
+            await reading
+        for socket in (*followers, peers):
+            await socket.close()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
 
 
 def test_an_order_is_over_when_the_process_says_so_though_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

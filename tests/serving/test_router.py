@@ -45,7 +45,7 @@ from qwenjax_serving.router.router import Output, Router, RouterSettings
 from qwenjax_serving.transfer.staging import StagingLayout
 
 STATS = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, (8,), 8, (0,), SpeculationStats.of(0))
-STATUS = Status(STATS, 0, 0.0, 8, 0, 0, 0)
+STATUS = Status(STATS, 2, 0, 0.0, (), 8, 0, 0, 0)
 LENGTH = 3  # tokens of an output
 
 
@@ -397,6 +397,20 @@ def test_a_worker_that_ends_is_let_go_at_once() -> None:
     prefill[0].alive = False
     world.say(prefill[0], Goodbye())
     assert len(world.router.of_role("prefill")) == 1
+
+
+def test_a_worker_that_takes_fewer_outputs_than_it_has_slots_gets_no_more() -> None:
+    world, _, decode = two_of_each()
+    for worker in decode:
+        world.say(worker, msgspec.structs.replace(STATUS, num_slots=1))
+    for place in range(4):
+        world.submit(place)
+    assert sorted(worker.load for worker in world.router.of_role("decode")) == [1, 1]
+    assert len(world.router.waiting) == 2
+    world.say(decode[0], STATUS)  # as many as it has slots again
+    assert len(world.router.waiting) == 1
+    world.settle()
+    assert [world.tokens(place) for place in range(4)] == [[place, 7, 8] for place in range(4)]
 
 
 def test_the_choice_follows_prefixes_only_within_the_slack() -> None:

@@ -59,7 +59,7 @@ class Played:
         while True:
             match await self.socket.receive():
                 case Welcome():
-                    self.socket.send(Status(STATS, 5, 1.0, 8, 0, 0, 0))
+                    self.socket.send(Status(STATS, 2, 5, 1.0, (0, 2, *(0,) * 11, 1), 8, 0, 0, 0))
                 case Release(ticket=ticket):
                     self.released.append(ticket)
                 case Reserve(ticket=ticket, work=work):
@@ -195,7 +195,12 @@ def test_figures_of_workers_are_shown(folder: Path) -> None:
             for sample in family.samples
         }
         assert found["qwenjax:workers", "decode"] == 1
+        assert found["qwenjax:worker_slots", "decode"] == 2
         assert found["qwenjax:kv_transfer_bytes_total", "decode"] == 5
+        assert found["qwenjax:kv_transfer_seconds_count", "decode"] == 3
+        assert found["qwenjax:kv_transfer_seconds_sum", "decode"] == 1
+        times = [found["qwenjax:kv_transfer_seconds_bucket", "decode", bound] for bound in ("0.0005", "0.001", "+Inf")]
+        assert times == [0, 2, 3]
         assert found["qwenjax:router_retries_total",] == 0
 
     run(test, folder)

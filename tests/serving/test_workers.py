@@ -125,6 +125,7 @@ def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
     worker._rejoining, worker._leaving, worker._tasks = None, None, set()
     worker._ended = asyncio.get_running_loop().create_future()
     worker._places, worker._dropping, worker._prompts, worker._grown, worker.peers = {}, set(), {}, [], None
+    worker._limit = None
     worker._status = lambda: None
 
     def hello() -> None:
@@ -169,7 +170,7 @@ def test_a_worker_whose_message_cannot_be_sent_joins_anew() -> None:
         await worker.handle(Reserve(7, WORK))
         await asyncio.sleep(0.01)
         socket.connected = False
-        worker.send(Status(*[0] * 7))  # the next one says all that this one would have said
+        worker.send(Status(*[0] * 9))  # the next one says all that this one would have said
         assert worker._welcome
         worker.send(Full(8))
         assert not worker._welcome

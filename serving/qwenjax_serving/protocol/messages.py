@@ -15,9 +15,11 @@ from qwenjax.outputs import EngineStats, FinishReason, Logprob, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving.transfer.staging import StagingLayout
 
-VERSION = 2  # of everything below; the first byte of every message
+VERSION = 3  # of everything below; the first byte of every message
 
 Role = Literal["prefill", "decode"]
+
+READ_TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -42,12 +44,16 @@ class Hello(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Sent several times a second: the worker lives. bytes_read, read_seconds: of all transfers so far; staging_free:
-    slots; held: tickets that it holds something for; num_prefill_calls, num_decode_calls: of the engine so far."""
+    """Sent several times a second: the worker lives. num_slots: sequences that it now holds at most. bytes_read,
+    read_seconds: of all transfers so far; read_times: how many of them took at most the seconds of each of READ_TIMES
+    and more than those before, and how many took longer than all. staging_free: slots; held: tickets that it holds
+    something for; num_prefill_calls, num_decode_calls: of the engine so far."""
 
     stats: EngineStats
+    num_slots: int
     bytes_read: int
     read_seconds: float
+    read_times: tuple[int, ...]
     staging_free: int
     held: int
     num_prefill_calls: int
@@ -220,6 +226,10 @@ class Joined(Message, frozen=True):
     metadata: bytes
 
 
+class Alive(Message, frozen=True):
+    """From that process again, several times a second."""
+
+
 class Read(Message, frozen=True):
     """From the first process of a worker to another: read those of an offer's pages that are for `ranks`, model ranks
     of its own, into `slots` of its staging, of which the first holds positions from `first` on. order: a number."""
@@ -253,7 +263,7 @@ class Serve(Message, frozen=True):
 
 ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
 ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Release
-ToLeader = Joined | Done
+ToLeader = Joined | Alive | Done
 ToFollower = Source | Read | Stop | Serve
 
 

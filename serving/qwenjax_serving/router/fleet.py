@@ -38,6 +38,11 @@ class Worker:
     leaving: bool = False
     _seen: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it holds at most, as it last said."""
+        return self.hello.num_slots if self.status is None else self.status.num_slots
+
     def saw(self, keys: Iterable[int]) -> None:
         for key in keys:
             self._seen[key] = None

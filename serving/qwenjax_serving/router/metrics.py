@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qwenjax_serving.protocol.messages import Status
+from qwenjax_serving.metrics import buckets
+from qwenjax_serving.protocol.messages import READ_TIMES, Status
 from qwenjax_serving.router.router import Router
 
 
@@ -42,15 +44,25 @@ class RouterCollector(Collector):
                 if worker.status is not None:
                     family.add_metric([worker.hello.name], of(worker.status))
             yield family
+        times = HistogramMetricFamily(
+            "qwenjax:kv_transfer_seconds",
+            "Seconds of a transfer: the pages of a group of layers, of what a call has run of a prompt",
+            labels=["engine"],
+        )
+        for worker in router.workers.values():
+            if (status := worker.status) is not None:
+                found = buckets((*READ_TIMES, math.inf), status.read_times)
+                times.add_metric([worker.hello.name], found, status.read_seconds)
+        yield times
 
 
 _OF_WORKERS: tuple[
     tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, Callable[[Status], float]], ...
 ] = (
     (CounterMetricFamily, "kv_transfer_bytes", "Bytes of pages that a worker has read", lambda s: s.bytes_read),
-    (CounterMetricFamily, "kv_transfer_seconds", "Seconds of its reads, summed", lambda s: s.read_seconds),
     (GaugeMetricFamily, "staging_free_pages", "Pages of its staging buffer that are free", lambda s: s.staging_free),
     (GaugeMetricFamily, "worker_outputs", "Outputs that it holds something for", lambda s: s.held),
+    (GaugeMetricFamily, "worker_slots", "Outputs that it takes at most", lambda s: s.num_slots),
     (CounterMetricFamily, "prefill_calls", "Prefill calls of its engine", lambda s: s.num_prefill_calls),
     (CounterMetricFamily, "decode_calls", "Decode calls of its engine", lambda s: s.num_decode_calls),
 )

@@ -226,8 +226,8 @@ class Router:
             prefill = choose(
                 (w for w in self._open("prefill") if not w.load or w.load + length <= limit), output.keys, limit // 4
             )
-            roomy = [w for w in self._open("decode") if not w.full and w.load < w.hello.num_slots]
-            decode = choose(roomy, output.keys, max((w.hello.num_slots for w in roomy), default=0) // 8)
+            roomy = [w for w in self._open("decode") if not w.full and w.load < w.num_slots]
+            decode = choose(roomy, output.keys, max((w.num_slots for w in roomy), default=0) // 8)
             if prefill is None or decode is None:
                 return
             self.waiting.pop(0)

@@ -32,6 +32,7 @@ from qwenjax_serving.protocol.messages import (
 )
 from qwenjax_serving.transfer.nixl_transport import TransferError
 from qwenjax_serving.transfer.reading import Reader
+from qwenjax_serving.workers.batch_limit import BatchLimit
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
 
@@ -52,9 +53,16 @@ class Place:
 class DecodeWorker(Worker):
     role: ClassVar[Role] = "decode"
 
-    def __init__(self, name: str, engine: DecodeEngine, *arguments: Any) -> None:
+    def __init__(
+        self, name: str, engine: DecodeEngine, *arguments: Any, min_tokens_per_second: float | None = None
+    ) -> None:
+        """min_tokens_per_second: of each sequence; see BatchLimit. None takes as many as there are slots."""
         super().__init__(name, engine, *arguments)
         self._decode_engine = engine
+        self._limit: BatchLimit | None = None
+        if min_tokens_per_second is not None:
+            self._limit = BatchLimit(engine.config.max_num_seqs, min_tokens_per_second)
+            engine.on_decoded = self._limit.observe
         self._places: dict[int, Place] = {}
         self._dropping: set[int] = set()
         self._grown: list[tuple[int, Grown]] = []  # not sent yet
@@ -62,6 +70,12 @@ class DecodeWorker(Worker):
     @cached_property
     def reader(self) -> Reader:
         return Reader(self.transport, self.staging)
+
+    @property
+    def num_slots(self) -> int:
+        if self._limit is None:
+            return super().num_slots
+        return self._engine.ranks * self._limit.at(time.monotonic())
 
     @property
     def num_held(self) -> int:
@@ -110,6 +124,8 @@ class DecodeWorker(Worker):
         engine, work, size = self._decode_engine, place.work, self._engine.config.page_size
 
         def reserve() -> int | None:
+            if self._limit is not None:
+                engine.scheduler.max_running = self._limit.at(time.monotonic())
             found = engine.reserve(place.request_id, work.prompt_token_ids, work.params, work.index, work.cache_salt)
             place.data_rank = 0 if found is None else engine.data_rank(place.request_id)
             return found
@@ -147,8 +163,7 @@ class DecodeWorker(Worker):
             if isinstance(error, BaseException):
                 raise error
         num_bytes = sum(count for count in found if isinstance(count, int))
-        self.bytes_read += num_bytes
-        self.read_seconds += time.monotonic() - began
+        self.has_read(num_bytes, time.monotonic() - began)
         self.send(Taken(offer.ticket, offer.part, num_bytes))
 
     async def _decode(self, admit: Admit, place: Place) -> None:

@@ -17,16 +17,15 @@ import numpy as np
 from qwenjax.engine.decode_engine import DecodeEngine
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.engine.processes import look_up
-from qwenjax_serving.protocol.messages import Done, Joined, Read, Serve, Source, Stop, decode_to_follower
+from qwenjax_serving.protocol.messages import Alive, Done, Joined, Read, Serve, Source, Stop, decode_to_follower
 from qwenjax_serving.protocol.sockets import ConnectedSocket
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.reading import Reader
-from qwenjax_serving.workers.peers import ADDRESS_KEY
+from qwenjax_serving.workers.peers import ADDRESS_KEY, BEAT
 from qwenjax_serving.workers.worker import LEAVE, make_staging
 
 logger = logging.getLogger(__name__)
 
-_WATCH = 0.5  # seconds between two looks at the transport
 _LEAVE_LATER = 10.0  # seconds beyond those that the first process has to end
 
 
@@ -98,9 +97,11 @@ class Follower:
         asyncio.get_running_loop().call_later(LEAVE + _LEAVE_LATER, self._end, error)
 
     async def _watch(self) -> None:
-        """Ends the process where its transport has failed, which may be while nothing is read."""
+        """Says that the process lives, and ends it where its transport has failed, which may be while nothing is
+        read."""
         while self._transport.failure is None:
-            await asyncio.sleep(_WATCH)
+            self._socket.send(Alive())
+            await asyncio.sleep(BEAT)
         self._end(self._transport.failure)
 
     async def _listen(self) -> None:

@@ -14,6 +14,13 @@ from qwenjax_serving.transfer.nixl_transport import TransferError
 ADDRESS_KEY = "peers"  # that the first process publishes where it is reached under
 _MEET = 300.0  # seconds for all to have loaded and compiled
 _SETTLE = 30.0  # seconds in which an order that is given up is answered
+BEAT = 0.5  # seconds between two words of a process that has nothing else to say
+_SILENCE = 10  # beats without a word after which a process counts as lost
+
+
+class PeerSilence(RuntimeError):
+    """A process of the worker says nothing any more: it was stopped, has died, or is cut off. What the device runs may
+    wait for it for ever."""
 
 
 class Peers:
@@ -27,7 +34,8 @@ class Peers:
         self._joined: dict[int, tuple[bytes, Joined]] = {}
         self._orders: dict[int, asyncio.Future[Done]] = {}
         self._numbers = itertools.count()
-        self._listening: asyncio.Task[None] | None = None
+        self._heard = set[bytes]()  # since the last beat
+        self._tasks = list[asyncio.Task[None]]()
         publish(ADDRESS_KEY, self._socket.address)
 
     async def meet(self, count: int) -> list[Joined]:
@@ -37,8 +45,10 @@ class Peers:
                 sender, message = await self._socket.receive()
                 if isinstance(message, Joined):
                     self._joined[message.process] = sender, message
-        self._listening = asyncio.get_running_loop().create_task(self._listen())
-        self._listening.add_done_callback(self._listened)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._listen()), loop.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_done)
         return [self._joined[process][1] for process in sorted(self._joined)]
 
     def tell(self, message: Message) -> None:
@@ -49,7 +59,7 @@ class Peers:
     async def read(self, process: int, offer: Offer, slots: Sequence[int], first: int, ranks: Sequence[int]) -> int:
         """Lets a process read what `Reader.read` would here, and as that does: it raises TransferError, and is over
         only when nothing touches the slots. Raises RuntimeError, of which `on_failure` is told before, where the
-        process does not answer: its slots may still be written to."""
+        process does not answer or has fallen silent: its slots may still be written to."""
         order, sender = next(self._numbers), self._joined[process][0]
         answer = self._orders[order] = asyncio.get_running_loop().create_future()
         self._socket.send(sender, Read(order, offer, tuple(slots), first, tuple(ranks)))
@@ -70,17 +80,33 @@ class Peers:
         return done.num_bytes
 
     async def close(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._socket.close()
 
-    def _listened(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failure(error)
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._on_failure(error)
+        for answer in self._orders.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _watch(self) -> None:
+        """Raises PeerSilence where a process falls silent."""
+        silent = dict.fromkeys(self._joined, 0)
+        while True:
+            self._heard.clear()
+            await asyncio.sleep(BEAT)  # counted by beats: a first process that was itself stopped has missed only one
+            for process, (sender, _) in self._joined.items():
+                silent[process] = 0 if sender in self._heard else silent[process] + 1
+                if silent[process] == _SILENCE:
+                    raise PeerSilence(f"process {process} has been silent for {_SILENCE * BEAT:g} s")
 
     async def _listen(self) -> None:
         while True:
-            _, message = await self._socket.receive()
+            sender, message = await self._socket.receive()
+            self._heard.add(sender)
             if isinstance(message, Done):
                 answer = self._orders.get(message.order)
                 if answer is not None and not answer.done():

@@ -131,7 +131,8 @@ async def _work(
     if isinstance(engine, PrefillEngine):
         worker = PrefillWorker(plan.name, engine, fingerprint, address, secret, plan.staging_pages)
     else:
-        worker = DecodeWorker(plan.name, engine, fingerprint, address, secret, plan.staging_pages)
+        arguments = plan.name, engine, fingerprint, address, secret, plan.staging_pages
+        worker = DecodeWorker(*arguments, min_tokens_per_second=plan.min_tokens_per_second)
     await worker.run()
 
 

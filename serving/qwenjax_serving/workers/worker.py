@@ -9,6 +9,7 @@ import signal
 import time
 import uuid
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Collection, Coroutine
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from qwenjax.engine.async_engine import AsyncEngine
 from qwenjax.engine.engine import Engine
 from qwenjax.engine.handover import kv_layout, num_planes, num_processes, ranks_here
 from qwenjax_serving.protocol.messages import (
+    READ_TIMES,
     Failed,
     Goodbye,
     Hello,
@@ -34,7 +36,7 @@ from qwenjax_serving.protocol.messages import (
 from qwenjax_serving.protocol.sockets import WorkerSocket
 from qwenjax_serving.transfer.nixl_transport import NixlTransport
 from qwenjax_serving.transfer.staging import StagingBuffer, joined
-from qwenjax_serving.workers.peers import Peers
+from qwenjax_serving.workers.peers import Peers, PeerSilence
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,13 @@ class Worker(ABC):
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_read, self.read_seconds = 0, 0.0
+        self._bytes_read, self._read_seconds = 0, 0.0
+        self._read_times = [0] * (len(READ_TIMES) + 1)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it now takes at most."""
+        return self._engine.ranks * self._engine.config.max_num_seqs
 
     @property
     @abstractmethod
@@ -116,13 +124,17 @@ class Worker(ABC):
             if self._rejoining is not None:
                 self._rejoining.cancel()
             self._welcome = False
-            await self.drop_all()
+            # The engine may wait for a silent process for ever: what it holds goes when this process does, at once.
+            silence = self._ended.done() and isinstance(self._ended.exception(), PeerSilence)
+            if not silence:
+                await self.drop_all()
             self._socket.send(Goodbye())
             await self._socket.close()
-            await self.transport.aclose()
-            await self.engine.aclose()  # where the other processes end too
-            if self.peers is not None:
-                await self.peers.close()
+            if not silence:
+                await self.transport.aclose()
+                await self.engine.aclose()  # where the other processes end too
+                if self.peers is not None:
+                    await self.peers.close()
 
     def send(self, message: Message) -> None:
         """To the router, unless it has not heard this worker's latest Hello. Where a message cannot be sent the router
@@ -131,6 +143,12 @@ class Worker(ABC):
         if self._welcome and not self._socket.send(message) and not isinstance(message, Status | Leaving):
             logger.warning("worker %s: no connection for a %s: it joins anew", self.name, type(message).__name__)
             self._rejoin()
+
+    def has_read(self, num_bytes: int, seconds: float) -> None:
+        """Counts a transfer."""
+        self._bytes_read += num_bytes
+        self._read_seconds += seconds
+        self._read_times[bisect_left(READ_TIMES, seconds)] += 1
 
     def fail(self, ticket: int, reason: str, refused: bool = False) -> None:
         logger.warning("worker %s: %s", self.name, reason)
@@ -223,8 +241,10 @@ class Worker(ABC):
     def _status(self) -> Status:
         return Status(
             self.engine.stats(),
-            self.bytes_read,
-            self.read_seconds,
+            self.num_slots,
+            self._bytes_read,
+            self._read_seconds,
+            tuple(self._read_times),
             self.staging.num_free,
             self.num_held,
             self._engine.num_prefill_calls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -277,6 +278,35 @@ def test_a_decode_engine_reserves_all_that_a_request_may_need_and_refuses_what_f
     finally:
         decode.scheduler.pools[0].give_back(held)
     assert [pool.num_available for pool in decode.scheduler.pools] == pages
+
+
+def test_a_decode_engine_says_how_quickly_it_draws_and_takes_no_more_than_it_is_told_to(pair: Pair) -> None:
+    decode, told = pair.decode, list[tuple[int, float, float, float]]()
+    decode.clear_prefix_cache()
+    pair.taken.clear()
+    decode.on_decoded = lambda *each: told.append(each)
+    began = time.monotonic()
+    try:
+        pair.generate({name: (random_ids(10, place), greedy(40)) for place, name in enumerate("ab")})  # a rank each
+        first = len(told)
+        time.sleep(0.3)  # which is not a slow call
+        pair.generate({"c": (random_ids(10), greedy(40, speculation=False))})
+    finally:
+        decode.on_decoded = None
+    ended = time.monotonic()
+    assert told
+    assert {batch for batch, *_ in told} == {1}  # of the fullest rank
+    assert all(1 <= tokens <= decode.config.tokens_per_call for _, tokens, _, _ in told)
+    assert {tokens for _, tokens, _, _ in told[first:]} == {decode.config.num_steps}
+    assert all(began < now - seconds <= now < ended for _, _, seconds, now in told)
+    assert sum(seconds for _, _, seconds, _ in told) < ended - began - 0.3
+
+    decode.scheduler.max_running = 0
+    try:
+        assert decode.reserve("a", random_ids(10), greedy(5)) is None
+    finally:
+        decode.scheduler.max_running = decode.config.max_num_seqs
+    assert_idle(pair)
 
 
 def test_prefill_on_several_data_ranks_is_refused(folder: Path) -> None:

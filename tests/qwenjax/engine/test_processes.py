@@ -84,18 +84,39 @@ def test_a_process_that_left_while_nothing_was_run_is_kept_as_the_leaders_failur
     leader.close()
 
 
-@pytest.mark.parametrize(
-    ("token", "process", "expected"), [(b"t" * 32, 3, 3), (b"u" * 32, 3, 0), (b"\1", None, 0), (b"", None, 0)]
-)
-def test_who_does_not_say_what_the_first_process_published_is_no_follower(
-    monkeypatch: pytest.MonkeyPatch, token: bytes, process: int | None, expected: int
-) -> None:
-    monkeypatch.setattr(processes, "_HELLO_SECONDS", 0.1)
-    ours, theirs = socket.socketpair()
-    theirs.sendall(token + (b"" if process is None else process.to_bytes(4)))
-    assert processes._process_of(ours, b"t" * 32) == expected
-    ours.close()
-    theirs.close()
+def test_followers_join_past_strangers_that_are_silent_wrong_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = b"t" * 32
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = list[socket.socket]()
+
+        def connect(*said: bytes) -> socket.socket:
+            end = socket.create_connection(server.getsockname())
+            ends.append(end)
+            for part in said:
+                end.sendall(part)
+                time.sleep(0.01)
+            return end
+
+        strangers = [connect(), connect(b"\1"), connect(b"u" * 32, (1).to_bytes(4)), connect(token, (3).to_bytes(4))]
+        connect(b"\1").close()
+        followers = [connect(token, (2).to_bytes(4)), connect(token[:5], token[5:], (1).to_bytes(4))]
+        strangers.append(connect(token, (1).to_bytes(4)))  # there is one already
+        began = time.monotonic()
+        found = processes.accept_followers(server, token, 3)
+        assert time.monotonic() - began < processes._HELLO_SECONDS  # the silent one is not waited for
+        for ours, theirs in zip(found, reversed(followers), strict=True):
+            ours.sendall(b"hello")
+            assert theirs.recv(5) == b"hello"
+
+        monkeypatch.setattr(processes, "_HELLO_SECONDS", 0.05)
+        monkeypatch.setattr(processes, "_MEET_SECONDS", 0.3)
+        silent = connect()
+        with pytest.raises(TimeoutError, match=r"waited 0.3 s for the engines of processes \[1\]"):
+            processes.accept_followers(server, token, 2)
+        silent.settimeout(5)
+        assert silent.recv(1) == b""  # it was let go
+        for end in (*ends, *found):
+            end.close()
 
 
 @pytest.mark.parametrize(
