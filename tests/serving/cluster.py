@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 from qwenjax import RequestOutput, SamplingParams
 from qwenjax.config import ModelConfig
 from qwenjax.tokenizer import Tokenizer
+from qwenjax_serving.api.app import create_app
+from qwenjax_serving.api.server import bind, serve, url_of
 from qwenjax_serving.backend import ServedModel
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.fleet import Worker
+from qwenjax_serving.router.metrics import RouterCollector
 from qwenjax_serving.workers.process import ADDRESS_VARIABLE, COORDINATOR_VARIABLE, PARENT_VARIABLE
 from tests.conftest import FAKE_CPU_DEVICES
 
@@ -133,6 +136,18 @@ class Cluster:
         self, request_id: str, prompt: list[int], params: SamplingParams, salt: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         return await self.backend.generate(request_id, prompt, None, params, salt)
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """Serves HTTP, with all metrics, on the router's loop; its URL."""
+        app = create_app(self.backend, collectors=[RouterCollector(self.backend.router)])
+        with bind("127.0.0.1", 0) as bound:
+            ready = threading.Event()
+            work = serve(app, bound, max_concurrent_requests=64, grace=1, on_ready=ready.set)
+            serving = asyncio.run_coroutine_threadsafe(work, self._loop)
+            assert ready.wait(10)
+            yield url_of(bound)
+            serving.cancel()
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -15,11 +15,11 @@ import zmq
 
 from qwenjax import LLM, RequestOutput
 from qwenjax_serving.backend import BackendError
+from qwenjax_serving.metrics import EngineCollector
 from qwenjax_serving.protocol.messages import VERSION, Ping
 from qwenjax_serving.protocol.sockets import WorkerSocket
-from tests.generation import greedy, random_ids, small_llm
-from tests.qwenjax.engine.test_handover import SIZES
-from tests.qwenjax.engine.test_speculation import with_head
+from qwenjax_serving.router.metrics import RouterCollector
+from tests.generation import greedy, random_ids
 from tests.serving.cluster import SECRET, Cluster, cluster
 from tests.serving.test_disaggregated import CONFIG, assert_equal, check_equal, mixed
 
@@ -30,25 +30,18 @@ TWO_OF_EACH = CONFIG.replace("[engine]", "absence_timeout = 4\n[engine]").replac
     "max_num_seqs = 1", "max_num_seqs = 2"
 )
 TWO_OF_EACH += 2 * "[[prefill]]\nmodel_parallel = 2\n" + 2 * "[[decode]]\ndata_parallel = 2\npage_size = 32\n"
-EQUAL = CONFIG + "[[prefill]]\nmodel_parallel = 2\n[[decode]]\nmodel_parallel = 2\nmax_num_seqs = 2\n"
-WITHOUT_DRAFTS = EQUAL.replace("num_speculative_tokens = 2", "num_speculative_tokens = 0")
+LAYOUTS = {
+    "TP 2 to DP 2 with larger pages": "[[prefill]]\nmodel_parallel = 2\n[[decode]]\ndata_parallel = 2\npage_size = 32\n",
+    "TP 2 on both sides": "[[prefill]]\nmodel_parallel = 2\n[[decode]]\nmodel_parallel = 2\nmax_num_seqs = 2\n",
+    "TP 1 to TP 4 of two heads": "[[prefill]]\n[[decode]]\nmodel_parallel = 4\nmax_num_seqs = 2\n",
+}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_head(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return small_llm(folder, **{**SIZES, "num_pages": 256})
-
-
-@pytest.fixture(scope="module")
-def two_of_each(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def two_of_each(head_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "deployment.toml"
     config.write_text(TWO_OF_EACH)
-    with cluster(folder, config) as made:
+    with cluster(head_folder, config) as made:
         yield made
 
 
@@ -64,7 +57,7 @@ def bring_back(made: Cluster, *names: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["prefilling", "moving"])
-def test_a_prefill_worker_killed_with_a_prompt_is_replaced(two_of_each: Cluster, llm: LLM, state: str) -> None:
+def test_a_prefill_worker_killed_with_a_prompt_is_replaced(two_of_each: Cluster, head_llm: LLM, state: str) -> None:
     requests = [(random_ids(100, place), greedy(10)) for place in range(8)]
 
     async def whole() -> tuple[str, list[RequestOutput]]:
@@ -79,12 +72,12 @@ def test_a_prefill_worker_killed_with_a_prompt_is_replaced(two_of_each: Cluster,
 
     name, results = two_of_each.run(whole())
     for got, (prompt, params) in zip(results, requests, strict=True):
-        assert_equal(got, llm.generate([prompt], params)[0])
+        assert_equal(got, head_llm.generate([prompt], params)[0])
     assert two_of_each.backend.router.num_retries > 0
     bring_back(two_of_each, name)
 
 
-def test_streams_of_a_killed_decode_worker_end_and_others_go_on(two_of_each: Cluster, llm: LLM) -> None:
+def test_streams_of_a_killed_decode_worker_end_and_others_go_on(two_of_each: Cluster, head_llm: LLM) -> None:
     requests = [(random_ids(20, place), greedy(90)) for place in range(4)]
     killed = list[str]()
 
@@ -110,7 +103,7 @@ def test_streams_of_a_killed_decode_worker_end_and_others_go_on(two_of_each: Clu
     assert all(killed[0] in str(error) for error in errors)
     for result, (prompt, params) in zip(results, requests, strict=True):
         if isinstance(result, RequestOutput):
-            assert_equal(result, llm.generate([prompt], params)[0])
+            assert_equal(result, head_llm.generate([prompt], params)[0])
     bring_back(two_of_each, *killed)
 
 
@@ -122,7 +115,7 @@ def test_without_prefill_workers_outputs_end_with_an_error(two_of_each: Cluster)
     bring_back(two_of_each, "prefill-0", "prefill-1")
 
 
-def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster, llm: LLM) -> None:
+def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster, head_llm: LLM) -> None:
     requests = mixed(12, seed=3)
 
     async def noise(stop: asyncio.Event) -> int:
@@ -150,15 +143,27 @@ def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster,
     count, results = two_of_each.run(whole())
     assert count > 10
     for got, (prompt, params) in zip(results, requests, strict=True):
-        assert_equal(got, llm.generate([prompt], params)[0])
+        assert_equal(got, head_llm.generate([prompt], params)[0])
     assert len(two_of_each.workers) == 4
 
 
 def resources(made: Cluster) -> dict[str, int]:
-    """Descriptors of every process, and pieces of shared memory."""
-    processes = {name: process.pid for name, process in made.processes.items()} | {"router": os.getpid()}
-    found = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in processes.items()}
-    return found | {"shared memory": len(os.listdir("/dev/shm"))}
+    """Of every process: sockets, other descriptors, and mappings of shared memory; and all gauges."""
+    found = dict[str, int]()
+    for name, pid in (
+        {name: process.pid for name, process in made.processes.items()} | {"router": os.getpid()}
+    ).items():
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+        sockets = sum(link.startswith("socket:") for link in links)
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        shared = sum(line.split()[1].endswith("s") or "/SYSV" in line for line in maps)
+        found |= {f"{name}: sockets": sockets, f"{name}: files": len(links) - sockets, f"{name}: shared memory": shared}
+    stats, router = made.backend.stats, made.backend.router
+    for collector in EngineCollector("model", stats), RouterCollector(router):
+        for family in collector.collect():
+            if family.type == "gauge":
+                found |= {f"{family.name} {sample.labels}": int(1e6 * sample.value) for sample in family.samples}
+    return found
 
 
 def resident(pid: int) -> int:
@@ -193,12 +198,21 @@ def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> N
     two_of_each.run(some(range(200, 1000)), timeout=1200)
     two_of_each.wait_until_idle(5)
     after = resources(two_of_each)
-    print("descriptors", before, after, "MiB", memory, {n: resident(p.pid) for n, p in two_of_each.processes.items()})
-    assert all(after[name] <= before[name] for name in before)
+    print("MiB", memory, {name: resident(process.pid) for name, process in two_of_each.processes.items()})
+    print("\n".join(f"{name}: {before[name]} {after.get(name)}" for name in before))
+    assert {name for name in before if "free_pages" in name or "sockets" in name or "shared memory" in name}
+    assert set(after) == set(before)
+    assert [name for name in before if after[name] > before[name]] == []
+    gauges = [name for name in before if name.startswith("qwenjax:")]
+    assert [name for name in gauges if after[name] != before[name]] == []
 
 
-@pytest.mark.parametrize("config", [EQUAL, WITHOUT_DRAFTS], ids=["TP 2 on both sides", "without drafts"])
-def test_other_layouts_equal_one_engine_s(folder: Path, llm: LLM, tmp_path: Path, config: str) -> None:
+@pytest.mark.parametrize("num_drafts", [2, 0], ids=["drafts", "no drafts"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_200_mixed_requests_at_once_equal_one_engine_s(
+    head_folder: Path, head_llm: LLM, tmp_path: Path, layout: str, num_drafts: int
+) -> None:
+    config = CONFIG.replace("num_speculative_tokens = 2", f"num_speculative_tokens = {num_drafts}") + LAYOUTS[layout]
     (tmp_path / "deployment.toml").write_text(config)
-    with cluster(folder, tmp_path / "deployment.toml") as made:
-        check_equal(made, llm, 24, speculates=config is EQUAL)
+    with cluster(head_folder, tmp_path / "deployment.toml") as made:
+        check_equal(made, head_llm, 200, speculates=num_drafts > 0)
