@@ -31,7 +31,7 @@ TWO_OF_EACH = CONFIG.replace("[engine]", "absence_timeout = 4\n[engine]").replac
 )
 TWO_OF_EACH += 2 * "[[prefill]]\nmodel_parallel = 2\n" + 2 * "[[decode]]\ndata_parallel = 2\npage_size = 32\n"
 LAYOUTS = {
-    "TP 2 to DP 2 with larger pages": "[[prefill]]\nmodel_parallel = 2\n[[decode]]\ndata_parallel = 2\npage_size = 32\n",
+    "TP 2 to DP 2, larger pages": "[[prefill]]\nmodel_parallel = 2\n[[decode]]\ndata_parallel = 2\npage_size = 32\n",
     "TP 2 on both sides": "[[prefill]]\nmodel_parallel = 2\n[[decode]]\nmodel_parallel = 2\nmax_num_seqs = 2\n",
     "TP 1 to TP 4 of two heads": "[[prefill]]\n[[decode]]\nmodel_parallel = 4\nmax_num_seqs = 2\n",
 }
@@ -150,9 +150,8 @@ def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster,
 def resources(made: Cluster) -> dict[str, int]:
     """Of every process: sockets, other descriptors, and mappings of shared memory; and all gauges."""
     found = dict[str, int]()
-    for name, pid in (
-        {name: process.pid for name, process in made.processes.items()} | {"router": os.getpid()}
-    ).items():
+    processes = {name: process.pid for name, process in made.processes.items()} | {"router": os.getpid()}
+    for name, pid in processes.items():
         links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
         sockets = sum(link.startswith("socket:") for link in links)
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()

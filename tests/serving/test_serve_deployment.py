@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,8 @@ import pytest
 from qwenjax import LLM
 from qwenjax_serving import cli
 from tests.conftest import FAKE_CPU_DEVICES
-from tests.generation import greedy, small_llm
-from tests.qwenjax.engine.test_handover import SIZES
-from tests.qwenjax.engine.test_speculation import with_head
-from tests.serving.test_disaggregated import ONE_OF_EACH
+from tests.generation import greedy
+from tests.serving.test_disaggregated import ONE_OF_EACH, metrics_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("nixl")
@@ -31,28 +31,29 @@ pytest.importorskip("nixl")
 PROMPT = "the hello world and all that is in it"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_head(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    config = tmp_path_factory.mktemp("config") / "deployment.toml"
-    devices = f'env = {{ JAX_NUM_CPU_DEVICES = "{FAKE_CPU_DEVICES}" }}\n'  # for the programs that other tests compiled
-    config.write_text(ONE_OF_EACH.replace("model_parallel = 2\n", "model_parallel = 2\n" + devices) + devices)
-    command = ["serve", str(folder), "--config", str(config), "--port", "0", "--served-model-name", "small"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    started = subprocess.Popen(
-        [sys.executable, "-P", "-m", "qwenjax_serving.cli", *command],
-        env=environment,
+@contextmanager
+def serving(folder: Path, *options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`qwenjax serve` as a process."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "qwenjax_serving.cli", "serve", str(folder), *options],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    yield started
-    started.kill()
-    started.communicate()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Once it is ready."""
+    assert process.stdout is not None
+    found = re.fullmatch(r"qwenjax: serving small on (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())
+    assert found, process.communicate()[1]
+    return found[1]
 
 
 def children(pid: int) -> list[int]:
@@ -60,18 +61,28 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found]
 
 
-@pytest.mark.slow
-def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    found = re.fullmatch(r"qwenjax: serving small on (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())
-    assert found, process.communicate()[1]
-    url = found[1]
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
-    llm: LLM = small_llm(folder, **{**SIZES, "num_pages": 256})
+SIZES: dict[str, Any] = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+@pytest.mark.slow
+def test_all_roles_by_one_command_and_sigterm_drains(head_folder: Path, head_llm: LLM, tmp_path: Path) -> None:
+    config = tmp_path / "deployment.toml"
+    devices = f'env = {{ JAX_NUM_CPU_DEVICES = "{FAKE_CPU_DEVICES}" }}\n'  # for the programs that other tests compiled
+    config.write_text(ONE_OF_EACH.replace("model_parallel = 2\n", "model_parallel = 2\n" + devices) + devices)
+    options = ["--config", str(config), "--port", "0", "--served-model-name", "small"]
+    with serving(head_folder, *options) as process:
+        check_all_roles(process, head_llm)
+
+
+def check_all_roles(process: subprocess.Popen[str], llm: LLM) -> None:
+    url = url_of(process)
+    client = client_of(url)
     expected = llm.generate([PROMPT], greedy(30))[0].outputs[0].text
-    sizes: dict[str, Any] = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
-    assert client.completions.create(prompt=PROMPT, max_tokens=30, **sizes).choices[0].text == expected
+    assert client.completions.create(prompt=PROMPT, max_tokens=30, **SIZES).choices[0].text == expected
     time.sleep(1.5)  # workers tell the router of themselves twice a second
     metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
     assert 'qwenjax:workers{role="decode"} 1.0' in metrics
@@ -86,12 +97,12 @@ def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subp
     for _ in range(600):
         time.sleep(0.1)
         with contextlib.suppress(openai.InternalServerError):  # 500 and 503
-            text = client.completions.create(prompt=PROMPT, max_tokens=30, **sizes).choices[0].text
+            text = client.completions.create(prompt=PROMPT, max_tokens=30, **SIZES).choices[0].text
             break
     assert text == expected
 
     # Told to end, it finishes what streams, and leaves no process behind.
-    stream = client.completions.create(prompt=PROMPT, max_tokens=80, stream=True, **sizes)
+    stream = client.completions.create(prompt=PROMPT, max_tokens=80, stream=True, **SIZES)
     chunks, begun = list[str](), threading.Event()
 
     def read() -> None:
@@ -108,6 +119,47 @@ def test_all_roles_by_one_command_and_sigterm_drains(folder: Path, process: subp
     assert "".join(chunks) == llm.generate([PROMPT], greedy(80))[0].outputs[0].text
     assert process.wait(timeout=30) == 0
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+@pytest.mark.slow
+def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
+    head_folder: Path, head_llm: LLM, tmp_path: Path
+) -> None:
+    """Each started by its role. What streams then is cut; workers let go of it within seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [free.getsockname()[1] for free in (one, other)]
+    config = tmp_path / "deployment.toml"
+    config.write_text(ONE_OF_EACH.replace("[router]", f'[router]\naddress = "tcp://127.0.0.1:{ports[0]}"'))
+    shared = {"QWENJAX_SECRET": "a secret of the tests alone", "JAX_NUM_CPU_DEVICES": str(FAKE_CPU_DEVICES)}
+
+    def role(name: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        return serving(head_folder, "--config", str(config), "--role", name, *options, **shared)
+
+    def router() -> AbstractContextManager[subprocess.Popen[str]]:
+        return role("router", "--port", str(ports[1]), "--served-model-name", "small")
+
+    expected = head_llm.generate([PROMPT], greedy(30))[0].outputs[0].text
+    with role("prefill") as prefill, role("decode") as decode:
+        with router() as killed:
+            client = client_of(url_of(killed))
+            assert client.completions.create(prompt=PROMPT, max_tokens=30, **SIZES).choices[0].text == expected
+            streams = [client.completions.create(prompt=PROMPT, max_tokens=80, stream=True, **SIZES) for _ in range(4)]
+            next(iter(streams[0]))
+            killed.kill()
+            with pytest.raises(Exception, match="peer closed connection"):
+                list(streams[0])
+        with router() as second:
+            url = url_of(second)
+            results = [client_of(url).completions.create(prompt=PROMPT, max_tokens=30, **SIZES) for _ in range(3)]
+            assert [result.choices[0].text for result in results] == [expected] * 3
+            time.sleep(1.5)  # workers tell the router of themselves twice a second
+            metrics = metrics_of(url)
+            for name in "prefill-0", "decode-0":
+                assert metrics[f'qwenjax:worker_outputs{{engine="{name}"}}'] == 0
+                assert metrics[f'qwenjax:num_requests_running{{engine="{name}",model_name="small"}}'] == 0
+                assert metrics[f'qwenjax:free_pages{{engine="{name}",model_name="small",rank="0"}}'] == 64
+            assert metrics["qwenjax:router_lost_workers_total"] == 0
+        assert (prefill.poll(), decode.poll()) == (None, None)
 
 
 @pytest.mark.parametrize(
