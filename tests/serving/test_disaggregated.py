@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,28 @@ def test_as_many_bytes_are_read_as_the_plans_say(
     assert grown("kv_transfer_bytes_total") == planned
     assert grown("kv_transfer_seconds_count") == num_taken > 0
     assert grown("kv_transfer_seconds_sum") > 0
+
+
+def test_requests_beyond_max_waiting_are_told_to_come_back(
+    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, backend = one_of_each.backend.router, one_of_each.backend
+    monkeypatch.setattr(backend, "settings", replace(backend.settings, max_waiting=2))
+    monkeypatch.setattr(router, "_advance", lambda *_: None)  # nothing ends
+    connections = [http.client.HTTPConnection(url.removeprefix("http://"), timeout=30) for _ in range(3)]
+    body = {"model": "model", "prompt": [9], "max_tokens": 5, "ignore_eos": True}
+    for connection, num_waiting in zip(connections, (0, 2, 2), strict=True):  # two outputs have workers, two wait
+        n = 1 if connection is connections[-1] else 2
+        connection.request("POST", "/v1/completions", json.dumps(body | {"n": n}))
+        one_of_each.wait_until(lambda count=num_waiting: (router.num_running, len(router.waiting)) == (2, count), 10)
+    answer = connections[-1].getresponse()
+    assert answer.status == 503
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert json.loads(answer.read())["error"]["message"] == "2 outputs wait, of at most 2"
+    monkeypatch.undo()
+    for connection in connections:
+        connection.close()
+    one_of_each.wait_until_idle(5)
 
 
 def metrics_of(url: str) -> dict[str, float]:

@@ -107,6 +107,33 @@ def test_streams_of_a_killed_decode_worker_end_and_others_go_on(two_of_each: Clu
     bring_back(two_of_each, *killed)
 
 
+def test_a_decode_worker_that_is_told_to_end_finishes_its_streams_and_others_take_the_rest(
+    two_of_each: Cluster, head_llm: LLM
+) -> None:
+    requests = [(random_ids(20, place), greedy(90)) for place in range(8)]
+    told = list[str]()
+
+    async def one(place: int) -> RequestOutput:
+        results = list[RequestOutput]()
+        async for result in await two_of_each.stream(f"{place}", *requests[place]):
+            results.append(result)
+            decoding = [each for each in two_of_each.backend.router._tickets.values() if each.state == "decoding"]
+            if not told and decoding:
+                assert decoding[0].decode is not None
+                told.append(decoding[0].decode.hello.name)
+                two_of_each.processes[told[0]].send_signal(signal.SIGTERM)
+        return results[-1]
+
+    async def whole() -> list[RequestOutput]:
+        return await asyncio.gather(*(one(place) for place in range(8)))
+
+    results = two_of_each.run(whole())
+    for got, (prompt, params) in zip(results, requests, strict=True):
+        assert_equal(got, head_llm.generate([prompt], params)[0])
+    assert two_of_each.processes[told[0]].wait(timeout=20) == 0
+    bring_back(two_of_each, *told)
+
+
 def test_without_prefill_workers_outputs_end_with_an_error(two_of_each: Cluster) -> None:
     kill(two_of_each, "prefill-0")
     kill(two_of_each, "prefill-1")
@@ -204,6 +231,38 @@ def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> N
     assert [name for name in before if after[name] > before[name]] == []
     gauges = [name for name in before if name.startswith("qwenjax:")]
     assert [name for name in gauges if after[name] != before[name]] == []
+
+
+def test_a_decode_worker_too_slow_for_its_users_takes_fewer_outputs_and_the_rest_wait_in_the_router(
+    head_folder: Path, head_llm: LLM, tmp_path: Path
+) -> None:
+    """At a speed that no batch has: one output a rank is left."""
+    config = CONFIG.replace("max_num_seqs = 1", "max_num_seqs = 2") + LAYOUTS["TP 2 to DP 2, larger pages"]
+    (tmp_path / "deployment.toml").write_text(config + "min_tokens_per_second = 1e6\n")
+    requests = [(random_ids(20, place), greedy(100)) for place in range(60)]
+    with cluster(head_folder, tmp_path / "deployment.toml") as made:
+        decode, seen = made.worker("decode-0"), list[tuple[int, int, int]]()
+        assert decode.num_slots == 4
+
+        async def watch() -> None:
+            while True:
+                seen.append((decode.num_slots, decode.load, len(made.backend.router.waiting)))
+                await asyncio.sleep(0.05)
+
+        async def whole() -> list[RequestOutput]:
+            watching = asyncio.create_task(watch())
+            results = await asyncio.gather(*(made.generate(f"{i}", *each) for i, each in enumerate(requests)))
+            watching.cancel()
+            return results
+
+        results = made.run(whole())
+        assert (4, 4) in {(slots, load) for slots, load, _ in seen}
+        limited = [(load, waiting) for slots, load, waiting in seen if slots == 2]
+        assert limited[-1] != limited[0]
+        assert any(load == 2 and waiting for load, waiting in limited)
+        for got, (prompt, params) in zip(results, requests, strict=True):
+            assert_equal(got, head_llm.generate([prompt], params)[0])
+        made.wait_until_idle(5)
 
 
 @pytest.mark.parametrize("num_drafts", [2, 0], ids=["drafts", "no drafts"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +45,13 @@ def test_messages_are_equal_after_the_wire() -> None:
     logprobs = ({5: Logprob(-0.5, 1, "x"), 9: Logprob(-1.5, 2, "y")},)
     tokens = Tokens(((4, Grown(2, (5,), "x", logprobs, -0.5, "stop", 9)),))
     assert decode_to_router(encode(tokens)) == tokens
+
+
+def test_nothing_that_goes_over_a_socket_is_pickled() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = [*(root / "serving").rglob("*.py"), root / "qwenjax" / "engine" / "processes.py"]
+    assert len(sources) > 40
+    assert [path for path in sources if re.search("pickle|pyobj|marshal", path.read_text())] == []
 
 
 @pytest.mark.parametrize(
