@@ -333,7 +333,7 @@ def test_a_reader_that_leaves_ends_the_process_quietly(endless: subprocess.Popen
 
 
 def test_a_reader_that_is_not_there_is_no_error(home: Path, folder: Path) -> None:
-    process = start_command(home, "logits", str(folder), "--prompt", "hello a", "--no-progress")
+    process = start_command(home, "train", "mtp", str(folder), "--memory")
     assert process.stdout is not None
     process.stdout.close()  # before the table, which Python would write as it ends
     assert process.stderr is not None
