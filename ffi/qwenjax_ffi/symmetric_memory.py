@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from qwenjax_ffi.device_memory import device_memory_bytes
 from qwenjax_ffi.symmetric_memory_driver import CudaDriver, Driver, unavailable
 from qwenjax_ffi.symmetric_memory_exchange import (
     CoordinatorStore,
@@ -177,8 +178,9 @@ _open: weakref.WeakSet[SymmetricHeap] = weakref.WeakSet()
 
 
 def bytes_outside_xla() -> int:
-    """What the heaps that are open take on each device of this process, beside XLA's pool."""
-    return sum(heap.num_bytes for heap in _open)
+    """What is open beside XLA's pool on a device of this process: heaps, which are on all alike, and what the device
+    with most of it has of DeviceMemory."""
+    return sum(heap.num_bytes for heap in _open) + device_memory_bytes()
 
 
 class _Alone:

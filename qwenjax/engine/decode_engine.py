@@ -36,16 +36,30 @@ _PAGES_IN = PartitionSpec(DATA, MODEL)
 
 
 @dataclass(frozen=True)
+class DevicePages:
+    """Pages on the devices that they are for. blocks: for each of `copies_of(count)` an array [size, heads, planes,
+    page_size, head_dim] of every model rank of this process, None where the data rank's device is another's."""
+
+    count: int
+    blocks: SequenceOf[SequenceOf[jax.Array | None]]
+
+
+@dataclass(frozen=True)
 class Arrived:
     """What a request decodes from: its first token with the entry of its log-probabilities, the hidden state [hidden]
     that it was drawn from (None without a head), and the pages from that of token num_cached on, [model ranks of this
-    process, pages, heads, planes, page_size, head_dim]. slots: of those pages in the other processes' buffers."""
+    process, pages, heads, planes, page_size, head_dim] where they are on the host. slots: of those pages in the other
+    processes' buffers."""
 
     token: int
     logprobs: dict[int, Logprob] | None
     hidden: np.ndarray | None
-    pages: np.ndarray
+    pages: np.ndarray | DevicePages
     slots: SequenceOf[int] = ()
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.count if isinstance(self.pages, DevicePages) else self.pages.shape[1]
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,8 @@ class DecodeEngine(Engine):
 
     def __init__(self, model: ShardedModel, tokenizer: Tokenizer, config: EngineConfig) -> None:
         super().__init__(model, tokenizer, config)
-        self.take_staged: Callable[[SequenceOf[int]], np.ndarray] | None = None  # after the first process: as `pages`
+        # After the first process: the pages in some slots, for a data rank.
+        self.take_staged: Callable[[SequenceOf[int], int], np.ndarray | DevicePages] | None = None
         # Told, with the time, of the sequences on the fullest data rank, the tokens that each drew on average in a
         # call, and the seconds since the call before.
         self.on_decoded: Callable[[int, float, float, float], None] | None = None
@@ -128,8 +143,8 @@ class DecodeEngine(Engine):
         sequence = request.sequences[0]
         job = sequence.job
         numbers = job.pages[job.num_cached // self.config.page_size :]
-        if arrived.pages.shape[1] > len(numbers):
-            raise ValueError(f"request {request_id!r}: {arrived.pages.shape[1]} pages arrived for {len(numbers)}")
+        if arrived.num_pages > len(numbers):
+            raise ValueError(f"request {request_id!r}: {arrived.num_pages} pages arrived for {len(numbers)}")
         if arrived.hidden is None and self._slots.head is not None:
             raise ValueError(f"request {request_id!r}: no hidden state arrived for the multi-token-prediction head")
         sequence.append(arrived.token, None)
@@ -143,7 +158,7 @@ class DecodeEngine(Engine):
         if arrived.logprobs is not None and sequence.output.logprobs is not None:
             sequence.output.logprobs.append(arrived.logprobs)
             sequence.output.cumulative_logprob = arrived.logprobs[arrived.token].logprob
-        admission = self._admission_of(sequence, arrived, numbers[: arrived.pages.shape[1]])
+        admission = self._admission_of(sequence, arrived, numbers[: arrived.num_pages])
         if self._end is not None:
             self._announce(("admission", None), admission.table())
         self._run_admission(admission, arrived.pages)
@@ -183,10 +198,10 @@ class DecodeEngine(Engine):
             return
         assert self.take_staged is not None
         admission = _Admission.of(table)
-        self._run_admission(admission, self.take_staged(admission.slots))
+        self._run_admission(admission, self.take_staged(admission.slots, admission.rank))
         self.acknowledge()
 
-    def _run_admission(self, admission: _Admission, arrived: np.ndarray) -> None:
+    def _run_admission(self, admission: _Admission, arrived: np.ndarray | DevicePages) -> None:
         """Puts a request's pages into the caches and the request into its slot."""
         columns, config = self._admission, self.model.config
         table = columns.table(self.ranks)
@@ -204,30 +219,36 @@ class DecodeEngine(Engine):
         self._run(("admit", size), pages, *map(self._placed, (numbers, table, in_prompt, hidden)))
 
     def _blocks(
-        self, rank: int, pages: SequenceOf[int], arrived: np.ndarray
+        self, rank: int, pages: SequenceOf[int], arrived: np.ndarray | DevicePages
     ) -> Iterator[tuple[int, jax.Array, np.ndarray]]:
         """Pages as programs take them: how many, the pages of all data ranks, and the pages' numbers in the caches."""
-        mesh, ranks = self.model.mesh, ranks_here(self)
+        mesh, ranks, planes = self.model.mesh, ranks_here(self), num_planes(self)
         layout, sharding = kv_layout(self), NamedSharding(mesh, _PAGES_IN)
-        for start, stop, size in copies_of(arrived.shape[1]):
-            block = np.zeros((arrived.shape[0], size, *arrived.shape[2:]), arrived.dtype)
-            block[:, : stop - start] = arrived[:, start:stop]
+        page = planes, layout.page_size, self.model.config.head_dim
+        for place, (start, stop, size) in enumerate(copies_of(len(pages))):
             numbers = np.full((self.ranks, size), self.config.num_pages, np.int32)  # out of range: dropped
             numbers[rank, : stop - start] = pages[start:stop]
+            shape = (size, layout.heads_per_rank, *page)
+            block: Any
+            if isinstance(arrived, DevicePages):
+                block = arrived.blocks[place]
+            else:
+                block = np.zeros((len(ranks), *shape), self.model.dtype)
+                block[:, : stop - start] = arrived[:, start:stop]
             shards = []
             for (data_rank, model_rank), device in np.ndenumerate(mesh.devices):
                 if not is_here(device):
                     continue
-                own = block[ranks.index(model_rank)]
-                shards.append(jax.device_put(own, device) if data_rank == rank else self._idle(device, own))
-            shape = (self.ranks * size, layout.heads_per_rank * layout.ranks, *arrived.shape[3:])
-            yield size, jax.make_array_from_single_device_arrays(shape, sharding, shards), numbers.reshape(-1)
+                own = block[ranks.index(model_rank)] if data_rank == rank else None
+                shards.append(self._idle(device, shape) if own is None else jax.device_put(own, device))
+            whole = (self.ranks * size, layout.heads_per_rank * layout.ranks, *page)
+            yield size, jax.make_array_from_single_device_arrays(whole, sharding, shards), numbers.reshape(-1)
 
-    def _idle(self, device: jax.Device, pages: np.ndarray) -> jax.Array:
+    def _idle(self, device: jax.Device, shape: tuple[int, ...]) -> jax.Array:
         """Pages for a rank that gets none."""
-        key = device, pages.shape[0]
+        key = device, shape[0]
         if key not in self._idle_pages:
-            self._idle_pages[key] = jax.device_put(np.zeros_like(pages), device)
+            self._idle_pages[key] = jax.device_put(np.zeros(shape, self.model.dtype), device)
         return self._idle_pages[key]
 
     def _admission_of(self, sequence: Sequence, arrived: Arrived, numbers: SequenceOf[int]) -> _Admission:

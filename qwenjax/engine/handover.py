@@ -45,6 +45,12 @@ def ranks_by_process(engine: Engine, data_rank: int) -> dict[int, list[int]]:
     return found
 
 
+def devices_for(engine: Engine, data_rank: int) -> list[jax.Device | None]:
+    """The devices of a data rank by `ranks_here`, None where one is another process's."""
+    devices = [engine.model.mesh.devices[data_rank, model_rank] for model_rank in ranks_here(engine)]
+    return [device if is_here(device) else None for device in devices]
+
+
 def is_here(device: jax.Device) -> bool:
     return device.process_index == jax.process_index()
 

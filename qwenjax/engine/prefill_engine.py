@@ -254,7 +254,6 @@ class PrefillEngine(Engine):
             gather = self._compiled["gather", (cache.keys.shape[0], num_layers, size)]
             where = self._placed(numbers, _WHOLE), self._placed(np.int32(first_layer), _WHOLE)
             arrays.append(gather(cache, *where))
-            arrays[-1].copy_to_host_async()
         for part in parts:
             self._num_parts[part.request_id] += 1
         self.on_staged(StagedPages(arrays, first_plane, parts, slots))

@@ -66,7 +66,7 @@ def run(test: Callable[[NixlTransport, StagingBuffer], Awaitable[None]], layout:
         buffer = StagingBuffer(layout, SIZES["planes"], SIZES["head_dim"], np.float32, SLOTS)
         transport = NixlTransport(f"reader-{os.getpid()}")
         try:
-            await transport.start(buffer.pages)
+            await transport.start(buffer)
             await test(transport, buffer)
         finally:
             await transport.aclose()
@@ -97,7 +97,7 @@ def test_pages_between_processes_of_unequal_sharding_and_page_size(sources: tupl
                 expected[head // 2, pages.target[position // 128], head % 2, 2:6, position % 128] = row
         await transport.read(peer, byte_ranges(plan.copies, source.layout, buffer.layout, (2, 6)), timeout=10)
         np.testing.assert_array_equal(buffer.pages, expected)
-        await transport.read(peer, np.zeros((0, 3), np.uint64), timeout=10)
+        await transport.read(peer, np.zeros((0, 5), np.uint64), timeout=10)
 
     run(test, target)
 

@@ -89,7 +89,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         router.tell.put_nowait(Welcome(hello.number))
         own = StagingBuffer(hello.staging.kv, hello.staging.planes, engine.model.config.head_dim, np.float32, 4)
         reader = NixlTransport("reader")
-        await reader.start(own.pages)
+        await reader.start(own)
         peer = await reader.connect(*hello.metadata)
 
         prompt = random_ids(60)

@@ -108,6 +108,12 @@ class Staging:
         self.num_free = 8
         self.pages = np.zeros((1, 8))
 
+    def fetch(self, staged: Any) -> Any:
+        return staged.on_host()
+
+    def take_out(self, slots: list[int], data_rank: int) -> np.ndarray:
+        return self.pages[:, slots]
+
     def take(self, count: int) -> list[int]:
         self.num_free -= count
         return list(range(count))
@@ -230,9 +236,9 @@ def test_a_transport_that_fails_ends_its_reads_and_the_worker() -> None:
         played = {"get_xfer_descs": lambda *_: None, "initialize_xfer": lambda *_: None, "transfer": lambda _: None}
         transport._agent = SimpleNamespace(get_new_notifs=lambda: 1 / 0, **played)
         with pytest.raises(TransferError, match="the transport failed: division by zero"):
-            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=5)
+            await transport.read("peer", np.zeros((1, 5), np.uint64), timeout=5)
         with pytest.raises(TransferError, match="the transport failed"):
-            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=1)
+            await transport.read("peer", np.zeros((1, 5), np.uint64), timeout=1)
         worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
         worker.transport = transport
         with pytest.raises(RuntimeError, match="the transport failed: division by zero"):
@@ -257,7 +263,7 @@ def test_a_read_that_goes_on_after_its_peer_was_disconnected_fails_the_transport
             remove_remote_agent=lambda _: None,
         )
         with pytest.raises(TransferError, match="not done within"):
-            await transport.read("peer", np.zeros((1, 3), np.uint64), timeout=0.05)
+            await transport.read("peer", np.zeros((1, 5), np.uint64), timeout=0.05)
         assert "does not end" in str(transport.failure)
 
     asyncio.run(asyncio.wait_for(test(), 20))

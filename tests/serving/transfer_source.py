@@ -22,7 +22,7 @@ async def main() -> None:
     generator = np.random.default_rng(given["seed"])
     buffer.pages[:] = generator.standard_normal(buffer.pages.shape, np.float32)
     transport = NixlTransport(f"source-{given['seed']}")
-    await transport.start(buffer.pages)
+    await transport.start(buffer)
     described = {"metadata": transport.metadata, "layout": buffer.layout}
     print(msgspec.json.encode(described).decode(), flush=True)
     with transport.serving():

@@ -1,4 +1,4 @@
-"""Reads from the staging buffers of other processes, over NIXL (UCX: shared memory, TCP or RDMA).
+"""Reads from the staging buffers of other processes, over NIXL (UCX: shared memory, TCP, RDMA, or CUDA's between GPUs).
 
 The reader starts a transfer and the owner of the source only keeps its memory as it is. A process that was stopped and
 wakes up late can so spoil its own memory and no one else's, as a late writer could.
@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from qwenjax_serving.transfer.staging import MemoryKind, StagingBuffer
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _POLL = 0.001  # seconds between looks at what is under way: NIXL's own thread would spin on a core, and has no events
-_MEMORY = "DRAM"
 _SETTLE = 10.0  # seconds that reads may go on after their peer was disconnected
 
 
@@ -62,6 +63,7 @@ class NixlTransport:
         self._agent: Any = None
         self._reads: list[_Read] = []  # the thread's
         self._registered: list[Any] = []
+        self._memory: MemoryKind = "DRAM"
         self._peers: dict[bytes, str] = {}
         self._serving = 0
         self._failure: Exception | None = None
@@ -76,8 +78,12 @@ class NixlTransport:
         arrive in memory."""
         return self._failure
 
-    async def start(self, *buffers: np.ndarray) -> None:
-        """Makes the agent and registers the memory that it may read into or be read from."""
+    async def start(self, buffer: StagingBuffer) -> None:
+        """Makes the agent and registers the memory that it may read into or be read from.
+
+        Raises ImportError without NIXL, and TransferError where it cannot register GPU memory.
+        """
+        self._memory = buffer.memory
 
         def make() -> tuple[Any, list[Any], bytes]:
             os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -88,11 +94,17 @@ class NixlTransport:
                     f"transfers between processes need NIXL: pip install 'qwenjax[disagg]' ({error})"
                 ) from error
             agent = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-            descriptions = [
-                agent.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], _MEMORY)
-                for buffer in buffers
-                if buffer.nbytes
-            ]
+            regions = [(*region, "") for region in buffer.regions if region.num_bytes]
+            try:
+                descriptions = [agent.register_memory([region], buffer.memory) for region in regions]
+            except Exception as error:
+                if buffer.memory == "DRAM":
+                    raise
+                raise TransferError(
+                    f"NIXL cannot register GPU memory ({error or type(error).__name__}): its UCX has to know CUDA "
+                    "(nixl-cu12 or nixl-cu13, that of the driver), and UCX_TLS, where it is set, has to have cuda_copy "
+                    "and cuda_ipc in it"
+                ) from error
             return agent, descriptions, agent.get_agent_metadata()
 
         self._agent, self._registered, self.metadata = await self._call(make)
@@ -119,14 +131,14 @@ class NixlTransport:
         except Exception as error:
             logger.warning("%s: disconnecting from %s: %s", self.name, peer, error)
 
-    async def read(self, peer: str, ranges: np.ndarray, timeout: float) -> None:
-        """Copies ranges, uint64 [ranges, 3] of source address, target address and bytes, from a peer.
+    async def read(self, peer: str, ranges: np.ndarray, timeout: float, memory: MemoryKind = "DRAM") -> None:
+        """Copies ranges (see byte_ranges) from a peer, whose memory is of this kind.
 
         A read that takes longer than `timeout` seconds disconnects the peer. Raises TransferError where the bytes did
         not all come. However it ends, by cancellation too, nothing touches the memory any more, unless the transport
         has failed.
         """
-        task = asyncio.get_running_loop().create_task(self._read(peer, ranges, timeout))
+        task = asyncio.get_running_loop().create_task(self._read(peer, ranges, timeout, memory))
         cancelled = False
         while not task.done():
             try:
@@ -138,17 +150,18 @@ class NixlTransport:
             raise asyncio.CancelledError
         task.result()
 
-    async def _read(self, peer: str, ranges: np.ndarray, timeout: float) -> None:
+    async def _read(self, peer: str, ranges: np.ndarray, timeout: float, memory: MemoryKind) -> None:
         if not len(ranges):
             return
         self._check()
         read = _Read(peer)
 
         def post() -> None:
-            device = np.zeros(len(ranges), np.uint64)
-            local = np.stack([ranges[:, 1], ranges[:, 2], device], axis=1)
-            remote = np.stack([ranges[:, 0], ranges[:, 2], device], axis=1)
-            descriptions = (self._agent.get_xfer_descs(side, _MEMORY) for side in (local, remote))
+            source, target, num_bytes, source_device, target_device = ranges.T
+            local = np.stack([target, num_bytes, target_device], axis=1)
+            remote = np.stack([source, num_bytes, source_device], axis=1)
+            sides = (local, self._memory), (remote, memory)
+            descriptions = (self._agent.get_xfer_descs(*side) for side in sides)
             read.handle = self._agent.initialize_xfer("READ", *descriptions, peer)
             self._agent.transfer(read.handle)
             self._reads.append(read)

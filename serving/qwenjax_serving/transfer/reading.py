@@ -56,7 +56,7 @@ class Reader:
             if copies:
                 ranges = byte_ranges(copies, source.staging, own, planes)
                 parts.append((await self._transport.connect(metadata), ranges))
-        reads = (self._transport.read(peer, ranges, _TIMEOUT) for peer, ranges in parts)
+        reads = (self._transport.read(peer, ranges, _TIMEOUT, source.staging.memory) for peer, ranges in parts)
         for error in await asyncio.gather(*reads, return_exceptions=True):  # all of them, whatever comes of one
             if error is not None:
                 raise error

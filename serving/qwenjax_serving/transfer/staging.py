@@ -1,4 +1,5 @@
-"""Staging buffers: host memory that a transfer may read or write, since JAX promises no stable address for its arrays.
+"""Staging buffers: memory that a transfer may read or write, since JAX promises no stable address for its arrays. Host
+memory here, GPU memory in `device_staging`.
 
 A buffer is [model ranks, slots, heads, planes, page_size, head_dim]: a slot takes one page of a sequence, and a plane
 is the keys or the values of one layer (2 * layer, 2 * layer + 1). Planes lie inside a page, unlike in the cache: a page
@@ -7,20 +8,34 @@ of a group of layers is then one run of bytes per head.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from qwenjax.engine.decode_engine import DevicePages
+from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import Copy, KVLayout
+
+MemoryKind = Literal["DRAM", "VRAM"]  # NIXL's names of host and GPU memory
+
+
+class Region(NamedTuple):
+    """Memory of one kind. device: the GPU's number in its process, 0 for host memory."""
+
+    address: int
+    num_bytes: int
+    device: int = 0
 
 
 class StagingLayout(msgspec.Struct, frozen=True):
     """A staging buffer as its owner describes it to who reads from it. Sizes in bytes where the name says so.
 
     addresses: of each model rank's part in its process, 0 for one that the describing process does not have. processes:
-    of the owner's the one that each rank's part is in. row_bytes: of head_dim elements.
+    of the owner's the one that each rank's part is in. devices: GPUs of those processes that the parts are on, 0 for
+    host memory. row_bytes: of head_dim elements.
     """
 
     kv_heads: int
@@ -30,6 +45,8 @@ class StagingLayout(msgspec.Struct, frozen=True):
     num_slots: int
     addresses: tuple[int, ...]
     processes: tuple[int, ...]
+    devices: tuple[int, ...]
+    memory: MemoryKind = "DRAM"
 
     @property
     def kv(self) -> KVLayout:
@@ -38,6 +55,8 @@ class StagingLayout(msgspec.Struct, frozen=True):
 
 class StagingBuffer:
     """The memory, and which of its slots are in use; a slot is in use on every rank alike."""
+
+    memory: MemoryKind = "DRAM"
 
     def __init__(
         self,
@@ -52,22 +71,59 @@ class StagingBuffer:
         """planes: layers times two, the multi-token-prediction head's layer included. ranks: the model ranks whose
         parts are here, by default all; process: this one, of the worker's."""
         self.ranks = list(range(layout.ranks)) if ranks is None else list(ranks)
-        shape = (len(self.ranks), num_slots, layout.heads_per_rank, planes, layout.page_size, head_dim)
-        self.pages = np.zeros(shape, dtype)
+        self.shape = (num_slots, layout.heads_per_rank, planes, layout.page_size, head_dim)  # of each rank's part
+        self.dtype = np.dtype(dtype)
         self._free = list(range(num_slots - 1, -1, -1))
-        rank_bytes = self.pages[0].nbytes
-        base = self.pages.ctypes.data
+        parts = dict(zip(self.ranks, self._allocate(), strict=True))
+        nowhere = Region(0, 0)
         self.layout = StagingLayout(
             layout.kv_heads,
             layout.page_size,
             planes,
-            head_dim * self.pages.itemsize,
+            head_dim * self.dtype.itemsize,
             num_slots,
-            tuple(
-                base + self.ranks.index(rank) * rank_bytes if rank in self.ranks else 0 for rank in range(layout.ranks)
-            ),
+            tuple(parts.get(rank, nowhere).address for rank in range(layout.ranks)),
             (process,) * layout.ranks,
+            tuple(parts.get(rank, nowhere).device for rank in range(layout.ranks)),
+            self.memory,
         )
+
+    def _allocate(self) -> list[Region]:
+        """Each rank's part."""
+        self.pages = np.zeros((len(self.ranks), *self.shape), self.dtype)
+        return [Region(part.ctypes.data, part.nbytes) for part in self.pages]
+
+    @property
+    def regions(self) -> list[Region]:
+        """What a transfer may read or write."""
+        return [Region(self.pages.ctypes.data, self.pages.nbytes)]
+
+    def begin(self, staged: StagedPages) -> None:
+        """Lets pages that are being computed be on their way to where `fetch` waits for them. From any thread."""
+        for array in staged.arrays:
+            array.copy_to_host_async()
+
+    def fetch(self, staged: StagedPages) -> Any:
+        """Waits until pages are computed; what `put` takes of them. From any thread."""
+        return staged.on_host()
+
+    def put(self, fetched: Any, first: int, slots: Sequence[int], planes: tuple[int, int]) -> None:
+        """Copies pages from place `first` on to planes [first, last + 1) of slots; -1 for pages that are not wanted."""
+        wanted = [(first + place, slot) for place, slot in enumerate(slots) if slot >= 0]
+        places, places_in = [place for place, _ in wanted], [slot for _, slot in wanted]
+        self.pages[:, places_in, :, slice(*planes)] = fetched[:, places]
+
+    def take_out(self, slots: Sequence[int], data_rank: int) -> np.ndarray | DevicePages:
+        """A copy of the pages in slots, as `Arrived` has them, for a data rank. From any thread."""
+        return self.pages[:, list(slots)]
+
+    def copy(self, ranges: np.ndarray) -> None:
+        """Copies ranges (see byte_ranges) within this process, from another buffer of its kind, and waits."""
+        for source, target, num_bytes in ranges[:, :3].tolist():
+            ctypes.memmove(target, source, num_bytes)
+
+    def close(self) -> None:
+        """Frees the memory, which nothing may touch any more."""
 
     @property
     def num_free(self) -> int:
@@ -92,13 +148,15 @@ def joined(layouts: Sequence[StagingLayout]) -> StagingLayout:
         for rank in range(layouts[0].kv.ranks)
     )
     addresses = tuple(layouts[process].addresses[rank] for rank, process in enumerate(processes))
-    return msgspec.structs.replace(layouts[0], addresses=addresses, processes=processes)
+    devices = tuple(layouts[process].devices[rank] for rank, process in enumerate(processes))
+    return msgspec.structs.replace(layouts[0], addresses=addresses, processes=processes, devices=devices)
 
 
 def byte_ranges(
     copies: Sequence[Copy], source: StagingLayout, target: StagingLayout, planes: tuple[int, int]
 ) -> np.ndarray:
-    """What a plan's copies are in memory: uint64 [ranges, 3] of source address, target address and bytes.
+    """What a plan's copies are in memory: uint64 [ranges, 5] of source address, target address, bytes, and the devices
+    of both.
 
     planes: first and last + 1, those to move. Neighbours on both sides are one range. Raises ValueError where the
     buffers hold different models, or a copy or plane lies outside of them.
@@ -111,17 +169,25 @@ def byte_ranges(
     if not 0 <= planes[0] <= planes[1] <= source.planes:
         raise ValueError(f"planes {planes} lie outside the {source.planes} of a page")
     if not copies or planes[0] == planes[1]:
-        return np.zeros((0, 3), np.uint64)
+        return np.zeros((0, 5), np.uint64)
     table = np.array(copies, np.int64)
     tokens = table[:, 9]
     from_address = _addresses(table[:, 0:4], table[:, 8], tokens, source, planes)
     to_address = _addresses(table[:, 4:8], table[:, 8], tokens, target, planes)
     # A copy of h heads is h * planes runs of tokens.
     sizes = np.repeat(tokens * source.row_bytes, table[:, 8] * (planes[1] - planes[0]))
+    devices = np.stack(
+        [
+            np.repeat(np.array(side.devices, np.int64)[table[:, column]], table[:, 8] * (planes[1] - planes[0]))
+            for side, column in ((source, 0), (target, 4))
+        ],
+        axis=1,
+    )
     follows = (from_address[1:] == from_address[:-1] + sizes[:-1]) & (to_address[1:] == to_address[:-1] + sizes[:-1])
+    follows &= (devices[1:] == devices[:-1]).all(axis=1)  # addresses of two GPUs may be neighbours
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     merged = np.stack([from_address[first], to_address[first], np.add.reduceat(sizes, first)], axis=1)
-    return merged.astype(np.uint64)
+    return np.concatenate([merged, devices[first]], axis=1).astype(np.uint64)
 
 
 def _addresses(

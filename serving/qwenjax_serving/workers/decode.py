@@ -170,7 +170,7 @@ class DecodeWorker(Worker):
         ticket, engine = admit.ticket, self._decode_engine
         handover, grown = admit.handover, admit.grown
         hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
-        pages = self.staging.pages[:, place.slots]
+        pages = await asyncio.to_thread(self.staging.take_out, place.slots, place.data_rank)
         logprobs = grown.logprobs[0] if grown.logprobs else None
         arrived = Arrived(handover.token, logprobs, hidden, pages, tuple(place.slots))
         growth = Growth(grown)

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from qwenjax.engine.decode_engine import DecodeEngine
+from qwenjax.engine.decode_engine import DecodeEngine, DevicePages
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.engine.processes import look_up
 from qwenjax_serving.protocol.messages import Alive, Done, Joined, Read, Serve, Source, Stop, decode_to_follower
@@ -43,14 +43,14 @@ class Follower:
         self._staged: queue.SimpleQueue[StagedPages | None] = queue.SimpleQueue()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if isinstance(engine, PrefillEngine):
-            engine.on_staged = self._staged.put
+            engine.on_staged = self._begin_staging
         else:
             engine.take_staged = self._take_staged
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         self._transport = NixlTransport(self._name)
-        await self._transport.start(self._staging.pages)
+        await self._transport.start(self._staging)
         self._reader = Reader(self._transport, self._staging)
         address = await asyncio.to_thread(look_up, ADDRESS_KEY)
         self._socket = ConnectedSocket(address, self._secret, self._name, decode_to_follower)
@@ -72,6 +72,7 @@ class Follower:
             self._serving.close()
             await self._socket.close()
             await self._transport.aclose()
+            self._staging.close()
 
     def _work(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
         """In a thread of its own: the end of either, and any error, ends the process."""
@@ -142,14 +143,16 @@ class Follower:
         elif not sent:
             self._end(ConnectionError(f"process 0 cannot be told that order {order} is done"))
 
-    def _take_staged(self, slots: Sequence[int]) -> np.ndarray:
-        return self._staging.pages[:, list(slots)]
+    def _take_staged(self, slots: Sequence[int], data_rank: int) -> np.ndarray | DevicePages:
+        return self._staging.take_out(slots, data_rank)
+
+    def _begin_staging(self, staged: StagedPages) -> None:
+        self._staging.begin(staged)
+        self._staged.put(staged)
 
     def _stage(self) -> None:
         """Puts pages into their slots as they are computed; -1 for those that nobody waits for any more."""
         while (staged := self._staged.get()) is not None:
-            pages, planes = staged.on_host(), slice(staged.first_plane, staged.first_plane + staged.num_planes)
-            for place, slot in enumerate(staged.slots):
-                if slot >= 0:
-                    self._staging.pages[:, slot, :, planes] = pages[:, place]
+            planes = staged.first_plane, staged.first_plane + staged.num_planes
+            self._staging.put(self._staging.fetch(staged), 0, staged.slots, planes)
             self._engine.acknowledge()

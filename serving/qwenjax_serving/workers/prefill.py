@@ -46,7 +46,7 @@ class PrefillWorker(Worker):
         self._prefill_engine = engine
         self._staged: queue.SimpleQueue[StagedPages | None] = queue.SimpleQueue()
         self._num_staged = self._num_serving = 0
-        engine.on_staged, engine.slots_of = self._staged.put, self._slots_of
+        engine.on_staged, engine.slots_of = self._begin_staging, self._slots_of
 
     @property
     def num_held(self) -> int:
@@ -177,11 +177,16 @@ class PrefillWorker(Worker):
         if self.peers is not None:
             self.peers.tell(Serve(self._num_serving > 0))
 
+    def _begin_staging(self, staged: StagedPages) -> None:
+        """In the engine's thread."""
+        self.staging.begin(staged)
+        self._staged.put(staged)
+
     def _stage(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: waits for the device, and hands its pages to the loop. An error ends the worker."""
         while (staged := self._staged.get()) is not None:
             try:
-                pages = staged.on_host()
+                pages = self.staging.fetch(staged)
                 self._num_staged += 1
                 self._prefill_engine.wait_for_others(self._num_staged)
                 then = partial(self._offer_or_end, staged, pages)
@@ -192,14 +197,14 @@ class PrefillWorker(Worker):
             except RuntimeError:  # the loop has ended
                 return
 
-    def _offer_or_end(self, staged: StagedPages, pages: np.ndarray) -> None:
+    def _offer_or_end(self, staged: StagedPages, pages: Any) -> None:
         try:
             self._offer(staged, pages)
         except Exception as error:
             self.end_with(error)
 
-    def _offer(self, staged: StagedPages, pages: np.ndarray) -> None:
-        """Copies pages [ranks, pages, heads, planes, page_size, head_dim] to their slots and tells the router."""
+    def _offer(self, staged: StagedPages, pages: Any) -> None:
+        """Copies pages, of `StagingBuffer.fetch`, to their slots and tells the router."""
         planes = (staged.first_plane, staged.first_plane + staged.num_planes)
         size = self._engine.config.page_size
         for part in staged.parts:
@@ -208,7 +213,7 @@ class PrefillWorker(Worker):
                 continue
             slots = self._slots_of(part)
             # A page that is partly there already is written again: what it held before stays the same.
-            self.staging.pages[:, slots, :, slice(*planes)] = pages[:, part.first : part.first + len(slots)]
+            self.staging.put(pages, part.first, slots, planes)
             offer = Offer(
                 prompt.message.ticket,
                 self.instance,

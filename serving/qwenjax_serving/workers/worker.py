@@ -17,7 +17,7 @@ import jax
 
 from qwenjax.engine.async_engine import AsyncEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import kv_layout, num_planes, num_processes, ranks_here
+from qwenjax.engine.handover import devices_for, kv_layout, num_planes, num_processes, ranks_here
 from qwenjax_serving.protocol.messages import (
     READ_TIMES,
     Failed,
@@ -34,6 +34,7 @@ from qwenjax_serving.protocol.messages import (
     Welcome,
 )
 from qwenjax_serving.protocol.sockets import WorkerSocket
+from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.nixl_transport import NixlTransport
 from qwenjax_serving.transfer.staging import StagingBuffer, joined
 from qwenjax_serving.workers.peers import Peers, PeerSilence
@@ -104,7 +105,7 @@ class Worker(ABC):
         loop.add_signal_handler(signal.SIGTERM, self.leave)
         self.engine = AsyncEngine(self._engine)
         self.transport = NixlTransport(self.instance)
-        await self.transport.start(self.staging.pages)
+        await self.transport.start(self.staging)
         self._layout, self._metadata = self.staging.layout, [self.transport.metadata]
         if (processes := num_processes(self._engine)) > 1:
             self.peers = Peers(self._secret, self.end_with)
@@ -133,6 +134,7 @@ class Worker(ABC):
             if not silence:
                 await self.transport.aclose()
                 await self.engine.aclose()  # where the other processes end too
+                self.staging.close()
                 if self.peers is not None:
                     await self.peers.close()
 
@@ -258,15 +260,20 @@ class Worker(ABC):
 
 
 def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
-    """A buffer for the parts of pages that this process has. num_slots: by default those of two longest sequences."""
+    """A buffer for the parts of pages that this process has, in GPU memory where its devices are GPUs. num_slots: by
+    default those of two longest sequences. Raises ValueError for fewer than those of one, DeviceMemoryError where
+    there is no room."""
     config, model = engine.config, engine.model
     slots = 2 * config.max_pages if num_slots is None else num_slots
     if slots < config.max_pages:
         raise ValueError(
             f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
         )
-    sizes = num_planes(engine), model.config.head_dim, model.dtype, slots
-    return StagingBuffer(kv_layout(engine), *sizes, ranks_here(engine), jax.process_index())
+    sizes = kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots
+    where = ranks_here(engine), jax.process_index()
+    if model.mesh.devices.flat[0].platform == "cpu":
+        return StagingBuffer(*sizes, *where)
+    return DeviceStagingBuffer([devices_for(engine, rank) for rank in range(engine.ranks)], *sizes, *where)
 
 
 def _model_key(engine: Engine, fingerprint: str) -> str:

@@ -1,0 +1,128 @@
+"""Memory of one GPU whose address stays, beside XLA's pool, and copies between it and the arrays of GPUs.
+
+JAX promises no address for what it holds; whoever reads or writes a GPU's memory from outside of JAX needs one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import jax
+
+from qwenjax_ffi.symmetric_memory_driver import CudaDriver, DriverError, unavailable
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+
+
+class DeviceMemoryError(RuntimeError):
+    """Memory that cannot be had, with the way out."""
+
+
+class Rows(NamedTuple):
+    """`height` runs of `num_bytes` bytes, the first at the addresses and each pitch bytes behind the one before."""
+
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+    num_bytes: int
+    height: int = 1
+
+
+class CopyDriver(Protocol):
+    """What DeviceMemory needs. Every method raises DriverError where the driver refuses."""
+
+    def memory(self, device: int) -> tuple[int, int]:
+        """Free and all bytes of a device."""
+
+    def allocate(self, num_bytes: int, device: int) -> int:
+        """The address of so many zeroed bytes."""
+
+    def free(self, address: int, device: int) -> None:
+        """Undoes `allocate`."""
+
+    def copy(self, rows: Iterable[Rows], device: int) -> None:
+        """Copies between memory of this process's GPUs, and waits for it."""
+
+
+class CudaCopyDriver(CudaDriver):
+    """See CopyDriver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[int, object] = {}
+
+    def allocate(self, num_bytes: int, device: int) -> int:
+        self._enter(device)
+        address = int(self._call("cuMemAlloc", num_bytes))
+        self.zero(address, num_bytes, device)
+        return address
+
+    def free(self, address: int, device: int) -> None:
+        self.synchronise(device)
+        self._call("cuMemFree", address)
+
+    def copy(self, rows: Iterable[Rows], device: int) -> None:
+        self._enter(device)
+        if device not in self._streams:
+            self._streams[device] = self._call("cuStreamCreate", _NON_BLOCKING)
+        stream, unified = self._streams[device], self._cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        for each in rows:
+            if each.height == 1:
+                self._call("cuMemcpyAsync", each.target, each.source, each.num_bytes, stream)
+                continue
+            copy = self._cuda.CUDA_MEMCPY2D()
+            copy.srcMemoryType = copy.dstMemoryType = unified
+            copy.srcDevice, copy.srcPitch = each.source, each.source_pitch
+            copy.dstDevice, copy.dstPitch = each.target, each.target_pitch
+            copy.WidthInBytes, copy.Height = each.num_bytes, each.height
+            self._call("cuMemcpy2DAsync", copy, stream)
+        self._call("cuStreamSynchronize", stream)
+
+
+class DeviceMemory:
+    """num_bytes zeroed bytes of a GPU of this process. Free it with `close`, or by letting go of it.
+
+    driver: a stand-in of tests. Raises DeviceMemoryError where there is no room, or no CUDA driver to ask.
+    """
+
+    def __init__(self, device: jax.Device, num_bytes: int, driver: CopyDriver | None = None) -> None:
+        if driver is None and (missing := unavailable()):
+            raise DeviceMemoryError(missing)
+        self.driver: CopyDriver = driver or CudaCopyDriver()
+        self.ordinal, self.num_bytes = device.local_hardware_id or 0, num_bytes
+        try:
+            self.address = self.driver.allocate(num_bytes, self.ordinal)
+        except DriverError as error:
+            free, total = self.driver.memory(self.ordinal)
+            raise DeviceMemoryError(
+                f"{num_bytes:,} bytes beside XLA's pool on {device}: {error}, with {free:,} free of {total:,}; ask for "
+                "less, or leave more beside the pool (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75 by default)"
+            ) from error
+        self._finalizer = weakref.finalize(self, self.driver.free, self.address, self.ordinal)
+        self._finalizer.atexit = False  # the driver may be gone by then, and frees it with the process
+        _open.add(self)
+
+    def copy(self, rows: Iterable[Rows]) -> None:
+        """Copies to, from or between memory of this process's GPUs, and waits. What has not been computed yet is not
+        waited for: block on arrays before."""
+        self.driver.copy(rows, self.ordinal)
+
+    def close(self) -> None:
+        """Frees the memory, once what runs on the GPU is done. A second call does nothing."""
+        self._finalizer()
+        _open.discard(self)
+
+
+_open: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
+
+
+def device_memory_bytes() -> int:
+    """What is open on the device of this process that has most of it."""
+    by_device = Counter[int]()
+    for memory in _open:
+        by_device[memory.ordinal] += memory.num_bytes
+    return max(by_device.values(), default=0)

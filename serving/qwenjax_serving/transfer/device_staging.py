@@ -1,0 +1,140 @@
+"""Staging buffers in GPU memory: pages go from the cache's GPU to that of another without passing through a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from qwenjax.engine.decode_engine import DevicePages
+from qwenjax.engine.handover import PAGES_PER_COPY, copies_of
+from qwenjax.engine.prefill_engine import StagedPages
+from qwenjax.kv_transfer import KVLayout
+from qwenjax_ffi.device_memory import CopyDriver, DeviceMemory, Rows
+from qwenjax_serving.transfer.staging import MemoryKind, Region, StagingBuffer
+
+
+class DeviceStagingBuffer(StagingBuffer):
+    """See StagingBuffer. Each rank's part is memory of its own on a GPU of this process."""
+
+    memory: MemoryKind = "VRAM"
+
+    def __init__(
+        self,
+        devices: Sequence[Sequence[jax.Device | None]],
+        layout: KVLayout,
+        planes: int,
+        head_dim: int,
+        dtype: Any,
+        num_slots: int,
+        ranks: Sequence[int] | None = None,
+        process: int = 0,
+        driver: CopyDriver | None = None,
+    ) -> None:
+        """devices: of every data rank those of `ranks`, None where one is another process's. A rank's part is on the
+        first of them; requests of other data ranks go on from there. driver: a stand-in of tests. Raises
+        DeviceMemoryError where the GPUs have no room."""
+        self._devices, self._driver = devices, driver
+        super().__init__(layout, planes, head_dim, dtype, num_slots, ranks, process)
+        self._landing = {
+            (device, size): jax.jit(
+                lambda size=size: jnp.zeros((size, *self.shape[1:]), self.dtype),
+                out_shardings=SingleDeviceSharding(device),
+            )
+            .lower()
+            .compile()
+            for device in {device for row in devices for device in row if device is not None}
+            for size in PAGES_PER_COPY
+        }
+
+    def _allocate(self) -> list[Region]:
+        num_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        columns = ([device for device in column if device is not None] for column in zip(*self._devices, strict=True))
+        self._parts = [DeviceMemory(column[0], num_bytes, self._driver) for column in columns]
+        return self.regions
+
+    @property
+    def regions(self) -> list[Region]:
+        return [Region(part.address, part.num_bytes, part.ordinal) for part in self._parts]
+
+    @property
+    def _plane_bytes(self) -> int:
+        return int(np.prod(self.shape[3:])) * self.dtype.itemsize
+
+    @property
+    def _slot_bytes(self) -> int:
+        return int(np.prod(self.shape[1:])) * self.dtype.itemsize
+
+    def begin(self, staged: StagedPages) -> None:
+        pass
+
+    def fetch(self, staged: StagedPages) -> list[list[jax.Array]]:
+        found = []
+        for array in jax.block_until_ready(list(staged.arrays)):
+            shards = sorted(array.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+            found.append([shard.data for shard in shards])
+        return found
+
+    def put(self, fetched: Any, first: int, slots: Sequence[int], planes: tuple[int, int]) -> None:
+        _, heads, all_planes, *_ = self.shape
+        width, pitch = (planes[1] - planes[0]) * self._plane_bytes, all_planes * self._plane_bytes
+        for rank, part in enumerate(self._parts):
+            rows = list[Rows]()
+            for place, slot in enumerate(slots, first):
+                if slot < 0:
+                    continue
+                # As many as each program takes, but for the last.
+                array = fetched[place // PAGES_PER_COPY[-1]][rank]
+                source = array.unsafe_buffer_pointer() + place % PAGES_PER_COPY[-1] * heads * width
+                target = part.address + slot * self._slot_bytes + planes[0] * self._plane_bytes
+                rows.append(Rows(source, width, target, pitch, width, heads))
+            part.copy(_merged(rows))
+
+    def take_out(self, slots: Sequence[int], data_rank: int) -> DevicePages:
+        blocks = []
+        for start, stop, size in copies_of(len(slots)):
+            block = list[jax.Array | None]()
+            for part, device in zip(self._parts, self._devices[data_rank], strict=True):
+                if device is None:
+                    block.append(None)
+                    continue
+                # Nobody else knows this array yet: what is copied into it is as if the program had computed it.
+                array = self._landing[device, size]().block_until_ready()
+                size_in, address = self._slot_bytes, array.unsafe_buffer_pointer()
+                rows = [
+                    Rows(part.address + slot * size_in, size_in, address + place * size_in, size_in, size_in)
+                    for place, slot in enumerate(slots[start:stop])
+                ]
+                part.copy(_merged(rows))
+                block.append(array)
+            blocks.append(block)
+        return DevicePages(len(slots), blocks)
+
+    def copy(self, ranges: np.ndarray) -> None:
+        self._parts[0].copy(Rows(source, 0, target, 0, size) for source, target, size in ranges[:, :3].tolist())
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _merged(rows: Sequence[Rows]) -> list[Rows]:
+    """The same bytes in fewer copies: those that go on where the one before ends are one."""
+    merged = list[Rows]()
+    for row in rows:
+        if merged:
+            last = merged[-1]
+            source, target = (
+                last.source + last.height * last.source_pitch,
+                last.target + last.height * last.target_pitch,
+            )
+            follows = last._replace(source=source, target=target, height=row.height)
+            if row == follows:
+                merged[-1] = last._replace(height=last.height + row.height)
+                continue
+        merged.append(row)
+    return merged

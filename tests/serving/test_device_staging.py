@@ -1,0 +1,173 @@
+"""Staging in GPU memory: the same bytes as in host memory. On a CPU a stand-in for the driver copies host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qwenjax.engine.decode_engine import DevicePages
+from qwenjax.engine.prefill_engine import StagedPages
+from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
+from qwenjax.mesh import MODEL, make_mesh
+from qwenjax_ffi.device_memory import DeviceMemory, DeviceMemoryError, Rows, device_memory_bytes
+from qwenjax_ffi.symmetric_memory_driver import DriverError
+from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
+from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
+
+PLANES, WIDTH, SLOTS = 6, 4, 24
+
+
+class HostDriver:
+    """Memory of the host for a GPU's."""
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.room, self.copies = room, list[Rows]()
+        self.held = dict[int, np.ndarray]()
+
+    def memory(self, device: int) -> tuple[int, int]:
+        return self.room, self.room
+
+    def allocate(self, num_bytes: int, device: int) -> int:
+        if num_bytes > self.room:
+            raise DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
+        memory = np.zeros(num_bytes, np.uint8)
+        self.held[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def free(self, address: int, device: int) -> None:
+        del self.held[address]
+
+    def copy(self, rows: Iterable[Rows], device: int) -> None:
+        for each in rows:
+            self.copies.append(each)
+            for place in range(each.height):
+                source, target = each.source + place * each.source_pitch, each.target + place * each.target_pitch
+                ctypes.memmove(target, source, each.num_bytes)
+
+
+def driver() -> HostDriver | None:
+    """None, CUDA's own, where there is a GPU."""
+    return HostDriver() if jax.devices()[0].platform == "cpu" else None
+
+
+def buffers(layout: KVLayout, data_ranks: int = 1) -> tuple[DeviceStagingBuffer, StagingBuffer]:
+    devices = jax.devices()
+    of_ranks = [
+        [devices[(d * layout.ranks + r) % len(devices)] for r in range(layout.ranks)] for d in range(data_ranks)
+    ]
+    sizes = layout, PLANES, WIDTH, np.float32, SLOTS
+    return DeviceStagingBuffer(of_ranks, *sizes, driver=driver()), StagingBuffer(*sizes)
+
+
+def staged_pages(layout: KVLayout, count: int, planes: int, seed: int) -> StagedPages:
+    """As a prefill engine gives them: of at most 16 pages an array, the last padded."""
+    mesh, whole = make_mesh(1, layout.ranks), np.random.default_rng(seed)
+    arrays, heads = [], layout.heads_per_rank * layout.ranks
+    while count > 0:
+        size = 16 if count > 4 else 4
+        pages = whole.standard_normal((size, heads, planes, layout.page_size, WIDTH), np.float32)
+        arrays.append(jax.device_put(jnp.asarray(pages), NamedSharding(mesh, PartitionSpec(None, MODEL))))
+        count -= 16
+    return StagedPages(arrays, 0, ())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pages_are_put_into_gpu_memory_and_taken_out_as_on_a_host(ranks: int) -> None:
+    if ranks > len(jax.devices()):
+        pytest.skip(f"{len(jax.devices())} devices")
+    layout = KVLayout(4, 8, ranks)
+    device, host = buffers(layout, data_ranks=2)
+    for first, slots, planes in (
+        (0, [0, 1, 2, 3, 9, 8], (0, 2)),
+        (3, list(range(20)), (2, 5)),  # over two arrays, merged in each
+        (1, [22, -1, 23, -1], (5, 6)),
+    ):
+        pages = staged_pages(layout, first + len(slots), planes[1] - planes[0], seed=first)
+        for each in (device, host):
+            each.begin(pages)
+            each.put(each.fetch(pages), first, slots, planes)
+    for slots in ([], [5, 6, 7, 22], [23, *range(18)]):
+        want = host.take_out(slots, 0)
+        for data_rank in (0, 1):
+            found = device.take_out(slots, data_rank)
+            assert isinstance(found, DevicePages)
+            assert found.count == len(slots)
+            for rank in range(ranks):
+                blocks = [block[rank] for block in found.blocks]
+                assert {block.device for block in blocks if block is not None} == {device._devices[data_rank][rank]}
+                np.testing.assert_array_equal(np.concatenate([np.asarray(b) for b in blocks])[: len(slots)], want[rank])
+    device.close()
+
+
+def test_neighbouring_pages_are_one_copy() -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("counts the calls of a stand-in")
+    layout = KVLayout(4, 8)
+    device, _ = buffers(layout)
+    played = device._parts[0].driver
+    assert isinstance(played, HostDriver)
+    pages = staged_pages(layout, 16, 2, seed=0)
+    device.put(device.fetch(pages), 0, list(range(4, 20)), (2, 4))
+    assert len(played.copies) == 1
+    device.put(device.fetch(pages), 0, [4, 5, 7], (2, 4))
+    assert len(played.copies) == 3
+    device.take_out(list(range(16)), 0)
+    assert len(played.copies) == 4
+
+
+def test_a_plan_is_executed_between_buffers_of_one_process() -> None:
+    sides = KVLayout(4, 8, 1), KVLayout(4, 16, 1)
+    (source, plain_source), (target, plain_target) = (buffers(side) for side in sides)
+    pages = staged_pages(sides[0], SLOTS, PLANES, seed=4)
+    for each in (source, plain_source):
+        each.put(each.fetch(pages), 0, list(range(SLOTS)), (0, PLANES))
+    plan = plan_transfer(*sides, Pages([3, 9, 4, 20, 1], [7, 2, 5], 5, 37))
+    for one, other in ((source, target), (plain_source, plain_target)):
+        ranges = byte_ranges(plan.copies, one.layout, other.layout, (1, 5))
+        other.copy(ranges)
+        assert ranges[:, 2].sum() == plan.num_bytes(4, WIDTH * 4)
+    [block] = target.take_out([7, 2, 5], 0).blocks
+    want = plain_target.take_out([7, 2, 5], 0)
+    assert isinstance(want, np.ndarray)
+    assert want.any()
+    np.testing.assert_array_equal(np.asarray(block[0])[:3], want[0])
+    for each in (source, target):
+        each.close()
+
+
+def test_ranges_do_not_run_on_from_one_gpu_into_another() -> None:
+    layout = KVLayout(2, 4, 2)
+    device, _ = buffers(layout, 1) if len(jax.devices()) > 1 else (None, None)
+    if device is None:
+        pytest.skip("one device")
+    import msgspec
+
+    part = device.layout.row_bytes * 4 * PLANES * SLOTS  # the second part follows the first, as if by chance
+    beside = msgspec.structs.replace(device.layout, addresses=(1 << 20, (1 << 20) + part), devices=(0, 1))
+    plan = plan_transfer(layout, layout, Pages([SLOTS - 1], [SLOTS - 1], 0, 4))
+    copies = [*plan.copies[:1], plan.copies[1]._replace(source_page=0, target_page=0)]
+    assert len(byte_ranges(copies, beside, beside, (0, PLANES))) == 2
+    same = msgspec.structs.replace(beside, devices=(0, 0))
+    assert len(byte_ranges(copies, same, same, (0, PLANES))) == 1
+    device.close()
+
+
+def test_memory_beside_the_pool_is_counted_and_refused_with_the_way_out_where_there_is_none() -> None:
+    [first, *_] = jax.devices()
+    before, played = device_memory_bytes(), HostDriver(room=1000)
+    memory = DeviceMemory(first, 900, played)
+    assert device_memory_bytes() == before + 900
+    memory.close()
+    memory.close()
+    assert device_memory_bytes() == before
+    assert not played.held
+    with pytest.raises(
+        DeviceMemoryError, match=r"1,001 bytes .* 1,000 free of 1,000; .*XLA_PYTHON_CLIENT_MEM_FRACTION"
+    ):
+        DeviceMemory(first, 1001, played)
