@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, overload
@@ -97,11 +98,31 @@ def build_engine(model: str | Path, **options: Unpack[EngineOptions]) -> Engine:
 
 
 @overload
-def build_engine(model: str | Path, kind: type[E], **options: Unpack[EngineOptions]) -> E: ...
+def build_engine(
+    model: str | Path,
+    kind: type[E],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    loaded: ShardedModel | None = None,
+    cache_share: float = 1.0,
+    **options: Unpack[EngineOptions],
+) -> E: ...
 
 
-def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[EngineOptions]) -> Any:
+def build_engine(
+    model: str | Path,
+    kind: type[Any] = Engine,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    loaded: ShardedModel | None = None,
+    cache_share: float = 1.0,
+    **options: Unpack[EngineOptions],
+) -> Any:
     """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles the programs of an engine of `kind`.
+
+    devices: of which the mesh takes the first, by default all that there are. loaded: the checkpoint on this mesh, read
+    for another engine with the same options, whose weights both then use. cache_share: of the memory that caches may
+    have, where num_pages is not given.
 
     Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
     for an option that there is not.
@@ -118,7 +139,9 @@ def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[
     if max_model_len is not None and not 1 < max_model_len <= longest:
         raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
     tokenizer = Tokenizer.from_folder(folder)
-    mesh = make_mesh(asked["data_parallel"], asked["model_parallel"])
+    mesh = make_mesh(asked["data_parallel"], asked["model_parallel"], devices)
+    if loaded is not None and loaded.mesh != mesh:
+        raise ValueError(f"the weights are on {loaded.mesh}, and the engine's mesh is {mesh}")
     check_processes(mesh, jax.process_count())
     batched = asked["max_num_batched_tokens"]
     sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
@@ -134,24 +157,27 @@ def build_engine(model: str | Path, kind: type[Any] = Engine, **options: Unpack[
     )
     num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"], _platform(mesh))
     own_dtype = None if dtype == "auto" else DTYPES[dtype]
-    loaded = load_model(
-        folder,
-        mesh,
-        own_dtype,
-        quantization=asked["quantization"],
-        progress=asked["progress"],
-        activation_format=asked["activation_format"],
-    )
+    if loaded is None:
+        loaded = load_model(
+            folder,
+            mesh,
+            own_dtype,
+            quantization=asked["quantization"],
+            progress=asked["progress"],
+            activation_format=asked["activation_format"],
+        )
     if num_pages is None:
-        num_pages = min(sizes.max_num_seqs * sizes.max_pages, pages_that_fit(loaded, sizes.page_size, num_drafts > 0))
+        fitting = pages_that_fit(loaded, sizes.page_size, num_drafts > 0, cache_share)
+        num_pages = min(sizes.max_num_seqs * sizes.max_pages, fitting)
     enable_compilation_cache()
     engine = kind(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
     engine.warm_up(asked["progress"])
     return engine
 
 
-def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool) -> int:
-    """Pages of a data rank's cache that the memory of every device of the mesh holds, with the weights in place.
+def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool, share: float = 1.0) -> int:
+    """Pages of a data rank's cache that a share of the memory of every device of the mesh holds, with the weights in
+    place.
 
     with_head: the multi-token-prediction head has a layer of cache besides.
     """
@@ -159,7 +185,7 @@ def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool) -> int:
     kv_heads = max(1, config.num_key_value_heads // mesh.shape[MODEL])
     layers = config.num_hidden_layers + with_head
     page_bytes = 2 * layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
-    pages = min(_cache_bytes(device) for device in mesh.local_devices) // page_bytes
+    pages = int(share * min(_cache_bytes(device) for device in mesh.local_devices)) // page_bytes
     if spans_processes(mesh):  # which have to agree
         pages = int(np.min(multihost_utils.process_allgather(np.int32(pages))))
     return max(1, pages)

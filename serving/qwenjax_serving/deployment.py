@@ -16,6 +16,9 @@ from qwenjax_serving.protocol.messages import Role
 from qwenjax_serving.router.router import RouterSettings
 
 SECRET_VARIABLE = "QWENJAX_SECRET"
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
+_BOTH_KEYS = ("name", "env", "staging_pages", "share_device", *_ROLES)  # beside options
+_OF_WEIGHTS = ("dtype", "quantization", "activation_format", "revision")  # options that say what is in memory
 _LOOPBACK = "tcp://127.0.0.1:0"
 
 
@@ -25,19 +28,31 @@ class WorkerPlan:
     processes: that its mesh is spread over, with as many devices each; coordinator: HOST:PORT where they find each
     other, of the first one's host, by default any port of this machine. min_tokens_per_second: of a decode worker, see
     BatchLimit.
+
+    One of role "both" is a process with two workers, `parts`, which the router knows by their own names. share_device:
+    whether both are on one device, with one copy of the weights.
     """
 
     name: str
-    role: Role
+    role: Role | Literal["both"]
     options: EngineOptions
     env: Mapping[str, str] = field(default_factory=dict)
     staging_pages: int | None = None
     processes: int = 1
     coordinator: str | None = None
     min_tokens_per_second: float | None = None
+    parts: tuple[WorkerPlan, ...] = ()
+    share_device: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Those that the router knows it by."""
+        return [part.name for part in self.parts] or [self.name]
 
     @property
     def num_devices(self) -> int:
+        if self.parts:
+            return 1 if self.share_device else sum(part.num_devices for part in self.parts)
         return self.options.get("data_parallel", 1) * self.options.get("model_parallel", 1)
 
 
@@ -49,6 +64,11 @@ class Deployment:
     workers: tuple[WorkerPlan, ...]
     address: str = _LOOPBACK
     settings: RouterSettings = field(default_factory=RouterSettings)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all workers, as the router knows them."""
+        return [name for worker in self.workers for name in worker.names]
 
     def worker(self, name: str) -> WorkerPlan:
         """Raises ValueError for one that there is not."""
@@ -65,6 +85,12 @@ def read_deployment(path: Path) -> Deployment:
         [engine]             # options of every worker's engine, as build_engine's
         [[prefill]]          # a worker: name, env, staging_pages, processes, coordinator, and options of its own
         [[decode]]           # min_tokens_per_second besides
+
+    or, where both are one process that moves pages within itself:
+
+        [both]               # name, env, staging_pages, share_device, and options of both
+        [both.prefill]       # options of its own
+        [both.decode]
 
     Raises ValueError, with the file and the key, for what it does not know; OSError where there is no file.
     """
@@ -87,7 +113,7 @@ def read_secret() -> bytes:
 
 
 def _deployment(found: dict[str, Any]) -> Deployment:
-    _check_keys("the file", found, {"router", "engine", "prefill", "decode"})
+    _check_keys("the file", found, {"router", "engine", "prefill", "decode", "both"})
     router, engine = dict(found.get("router", {})), found.get("engine", {})
     numbers = {each.name: float if each.type == "float" else int for each in fields(RouterSettings)}
     _check_keys("[router]", router, {"address", *numbers})
@@ -99,29 +125,62 @@ def _deployment(found: dict[str, Any]) -> Deployment:
         if not _is_positive(value, numbers[name]):
             raise ValueError(f"[router] {name} is {value!r}; it is a number above 0")
     workers = list[WorkerPlan]()
-    roles: tuple[Role, ...] = ("prefill", "decode")
-    for role in roles:
+    if "both" in found:
+        if others := {"prefill", "decode"} & set(found):
+            raise ValueError(
+                f"there are [both] and [[{min(others)}]]: pages of [both] stay in its process, so that it works alone"
+            )
+        _check_keys("[both]", found["both"], {*_BOTH_KEYS, *get_type_hints(EngineOptions)})
+        workers.append(_both(engine, dict(found["both"])))
+    for role in () if workers else _ROLES:
         tables = found.get(role, [])
         if not isinstance(tables, list) or not tables:
             raise ValueError(f"there is no [[{role}]]; a deployment has at least one worker of either role")
         for place, table in enumerate(tables):
             workers.append(_worker(role, f"{role}-{place}", engine, dict(table)))
-    names = [worker.name for worker in workers]
+    names = [name for worker in workers for name in worker.names]
     if len(set(names)) < len(names):
         raise ValueError(f"names of workers are not distinct: {names}")
     return Deployment(tuple(workers), address, RouterSettings(**router))
 
 
-def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
+def _both(engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
+    own: dict[Role, Any] = {role: table.pop(role, {}) for role in _ROLES}
+    name, env, staging = _common("both", "both-0", table)
+    share = table.pop("share_device", False)
+    if not isinstance(share, bool):
+        raise ValueError(f"{name}: share_device is {share!r}; it is true or false")
+    _check_options("[both]", table)
+    for role, options in own.items():
+        known = {*get_type_hints(EngineOptions), *(("min_tokens_per_second",) if role == "decode" else ())}
+        _check_keys(f"[both.{role}]", options, known)
+    parts = tuple(
+        _worker(role, f"{name}-{role}", {**engine, **table}, {**own[role], "staging_pages": staging}) for role in _ROLES
+    )
+    if share and max(part.num_devices for part in parts) > 1:
+        raise ValueError(f"{name}: share_device is for meshes of one device")
+    differing = [key for key in _OF_WEIGHTS if len({part.options.get(key) for part in parts}) > 1]
+    if share and differing:
+        raise ValueError(f"{name}: {differing[0]} differs between prefill and decode, which share the weights")
+    return WorkerPlan(name, "both", {}, env, parts=parts, share_device=share)
+
+
+def _common(role: str, name: str, table: dict[str, Any]) -> tuple[str, dict[str, str], int | None]:
+    """What workers of all kinds have: name, env and staging_pages, taken out of their table."""
     name = table.pop("name", name)
     if not isinstance(name, str) or not name:
         raise ValueError(f"the name of a {role} worker is {name!r}; it is a string")
     env, staging = table.pop("env", {}), table.pop("staging_pages", None)
-    processes, coordinator = table.pop("processes", 1), table.pop("coordinator", None)
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise ValueError(f"{name}: env is {env!r}; it is a table of strings")
     if staging is not None and (isinstance(staging, bool) or not isinstance(staging, int) or staging < 1):
         raise ValueError(f"{name}: staging_pages is {staging!r}; it is an integer above 0")
+    return name, env, staging
+
+
+def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
+    name, env, staging = _common(role, name, table)
+    processes, coordinator = table.pop("processes", 1), table.pop("coordinator", None)
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"{name}: processes is {processes!r}; it is an integer above 0")
     if coordinator is not None and not (isinstance(coordinator, str) and coordinator.rpartition(":")[2].isdigit()):

@@ -27,7 +27,7 @@ from qwenjax_serving.workers.process import run_worker
 def run_deployment(arguments: argparse.Namespace) -> int:
     """Runs the role that the arguments name. Raises ValueError for bad input and OSError for an address."""
     deployment, role = read_deployment(arguments.config), arguments.role or "all"
-    if role in ("prefill", "decode"):
+    if role in ("prefill", "decode", "both"):
         plan = deployment.worker(arguments.name or f"{role}-0")
         if plan.role != role:
             raise ValueError(f"--name {plan.name}: {arguments.config} makes it a {plan.role} worker, not --role {role}")
@@ -42,7 +42,7 @@ def run_deployment(arguments: argparse.Namespace) -> int:
         return 0
     for option in ("name", "process"):
         if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option} is for --role prefill and decode; this is --role {role}")
+            raise ValueError(f"--{option} is for --role prefill, decode and both; this is --role {role}")
     if role == "router" and deployment.address.endswith(":0"):
         raise ValueError(f"{arguments.config}: [router] needs an address that workers can be told, tcp://HOST:PORT")
     given = os.environ.get(SECRET_VARIABLE)
@@ -61,9 +61,7 @@ async def _serve(
     path = Path(arguments.config)
     supervisor = Supervisor(arguments.model, path, deployment, backend.address, secret, arguments.revision)
     watch = asyncio.create_task(supervisor.run(backend.knows)) if with_workers else None
-    ready = asyncio.create_task(
-        backend.wait_for([worker.name for worker in deployment.workers] if with_workers else [])
-    )
+    ready = asyncio.create_task(backend.wait_for(deployment.names if with_workers else []))
     try:
         await asyncio.wait([ready] if watch is None else [ready, watch], return_when=asyncio.FIRST_COMPLETED)
         if watch is not None and watch.done():

@@ -65,7 +65,7 @@ class Supervisor:
             ended = [asyncio.create_task(process.wait()) for process in processes]
             while not any(one.done() for one in ended):
                 await asyncio.wait(ended, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
-                if not any(one.done() for one in ended) and joined(plan.name):
+                if not any(one.done() for one in ended) and all(map(joined, plan.names)):
                     pause, ever_joined = _FIRST_PAUSE, True
             if self._stopping:
                 return

@@ -81,7 +81,8 @@ class Cluster:
                 self.processes[f"{plan.name}/{process}" if process else plan.name] = started
 
     def wait_for_workers(self) -> None:
-        names = {plan.name for plan in self.deployment.workers if self.processes[plan.name].poll() is None}
+        alive = (plan for plan in self.deployment.workers if self.processes[plan.name].poll() is None)
+        names = {name for plan in alive for name in plan.names}
         self.wait_until(lambda: {worker.hello.name for worker in self.workers} >= names, START)
         tokenizer = Tokenizer.from_folder(self.folder)
         longest = self.run(self.backend.wait_for())

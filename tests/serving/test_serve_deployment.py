@@ -180,8 +180,8 @@ def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
             "--api-key has no effect with --role decode: the router serves HTTP",
         ),
         (["--config", "FILE", "--role", "prefill"], "prefill-0: FILE says LEVEL=3; export it before you start it"),
-        (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill and decode"),
-        (["--config", "FILE", "--process", "1"], "--process is for --role prefill and decode"),
+        (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill, decode and both"),
+        (["--config", "FILE", "--process", "1"], "--process is for --role prefill, decode and both"),
         (["--config", "missing.toml"], "missing.toml"),
     ],
 )

@@ -46,8 +46,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="deployment file: workers and meshes (see configs/deployments)",
     )
-    add("--role", choices=("all", "router", "prefill", "decode"), help="what to run of it (default: all)")
-    add("--name", help="of the worker, with --role prefill or decode (default: the first)")
+    add("--role", choices=("all", "router", "prefill", "decode", "both"), help="what to run of it (default: all)")
+    add("--name", help="of the worker, with the role of one (default: the first)")
     add("--process", type=int, metavar="N", help="which of the worker's processes, where it has several (default: 0)")
 
 

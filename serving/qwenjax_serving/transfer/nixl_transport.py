@@ -32,6 +32,20 @@ class TransferError(RuntimeError):
     """A transfer that did not happen; its bytes mean nothing."""
 
 
+async def until_done(task: asyncio.Task[None]) -> None:
+    """Waits for a task to its end, even where this is cancelled meanwhile, and raises what it raises."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()
+        raise asyncio.CancelledError
+    task.result()
+
+
 class _Read:
     """One read under way; `settled` ends, well or with a TransferError, once nothing touches the memory any more."""
 
@@ -138,17 +152,7 @@ class NixlTransport:
         not all come. However it ends, by cancellation too, nothing touches the memory any more, unless the transport
         has failed.
         """
-        task = asyncio.get_running_loop().create_task(self._read(peer, ranges, timeout, memory))
-        cancelled = False
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            task.exception()
-            raise asyncio.CancelledError
-        task.result()
+        await until_done(asyncio.get_running_loop().create_task(self._read(peer, ranges, timeout, memory)))
 
     async def _read(self, peer: str, ranges: np.ndarray, timeout: float, memory: MemoryKind) -> None:
         if not len(ranges):

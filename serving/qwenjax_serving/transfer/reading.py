@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import Offer, Source
+from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
 
@@ -16,7 +17,7 @@ _TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt longer
 class Reader:
     """Knows the prefill workers that it may read from."""
 
-    def __init__(self, transport: NixlTransport, staging: StagingBuffer) -> None:
+    def __init__(self, transport: NixlTransport | LocalTransport, staging: StagingBuffer) -> None:
         self._transport, self._staging = transport, staging
         self._sources: dict[str, Source] = {}
 

@@ -14,8 +14,11 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -24,10 +27,13 @@ from qwenjax.checkpoint.resolve import resolve
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.decode_engine import DecodeEngine
 from qwenjax.engine.prefill_engine import PrefillEngine
+from qwenjax.mesh import MeshError
 from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
+from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.follower import Follower
 from qwenjax_serving.workers.prefill import PrefillWorker
+from qwenjax_serving.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +41,8 @@ ADDRESS_VARIABLE = "QWENJAX_ROUTER"
 COORDINATOR_VARIABLE = "QWENJAX_COORDINATOR"
 PARENT_VARIABLE = "QWENJAX_PARENT"  # process id of who started the worker, where it is to end with that
 LOCAL_DEVICES_VARIABLE = "QWENJAX_LOCAL_DEVICES"  # of a worker's process that shares a host with the others: its GPUs
+# Of the caches' memory where prefill and decode share a device: prompts leave prefill's cache when they are run.
+_PREFILL_SHARE = 0.25
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -55,9 +63,15 @@ def run_worker(
     try:
         folder = resolve(model, revision)
         fingerprint = "" if process else checkpoint_fingerprint(folder)
+        if plan.role == "both":
+            asyncio.run(_work(_both_workers(plan, folder, fingerprint, address, secret)))
+            return
         kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
         engine = build_engine(folder, kind, **plan.options)
-        asyncio.run(_follow(plan, engine, secret) if process else _work(plan, engine, fingerprint, address, secret))
+        if process:
+            asyncio.run(_follow(plan, engine, secret))
+        else:
+            asyncio.run(_work([partial(_worker, plan, engine, fingerprint, address, secret)]))
     except Exception as error:
         if plan.processes == 1:
             raise
@@ -124,16 +138,56 @@ def _end_with(parent: int) -> None:
         raise RuntimeError(f"process {parent}, which started this worker, has ended")
 
 
-async def _work(
-    plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, fingerprint: str, address: str, secret: bytes
-) -> None:
-    worker: PrefillWorker | DecodeWorker
+def _both_workers(
+    plan: WorkerPlan, folder: Path, fingerprint: str, address: str, secret: bytes
+) -> list[Callable[[], Worker]]:
+    """Loads both engines of a plan of role "both". Raises MeshError where their meshes cannot be in one process."""
+    first, second = plan.parts
+    found = jax.devices()
+    if len(found) < plan.num_devices:
+        raise MeshError(f"{plan.name}: its meshes have {plan.num_devices} devices; {len(found)} are here")
+    if found[0].platform == "cpu" and max(part.num_devices for part in plan.parts) > 1:
+        raise MeshError(
+            f"{plan.name}: on a CPU meshes of several devices need a process each, [[prefill]] and [[decode]]: queued "
+            "programs of two can wait for each other for ever"
+        )
+    share = _PREFILL_SHARE if plan.share_device else 1.0
+    prefill = build_engine(folder, PrefillEngine, devices=found, cache_share=share, **first.options)
+    others = found if plan.share_device else found[first.num_devices :]
+    loaded = prefill.model if plan.share_device else None
+    decode = build_engine(folder, DecodeEngine, devices=others, loaded=loaded, **second.options)
+    transport = partial(LocalTransport, peers=set())
+    return [
+        partial(_worker, part, engine, fingerprint, address, secret, transport)
+        for part, engine in ((first, prefill), (second, decode))
+    ]
+
+
+def _worker(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, *arguments: Any) -> Worker:
+    """arguments: fingerprint, address, secret, and how a transport is made where that is not NIXL's."""
+    fingerprint, address, secret, *transport = arguments
+    common = fingerprint, address, secret, plan.staging_pages, *transport
     if isinstance(engine, PrefillEngine):
-        worker = PrefillWorker(plan.name, engine, fingerprint, address, secret, plan.staging_pages)
-    else:
-        arguments = plan.name, engine, fingerprint, address, secret, plan.staging_pages
-        worker = DecodeWorker(*arguments, min_tokens_per_second=plan.min_tokens_per_second)
-    await worker.run()
+        return PrefillWorker(plan.name, engine, *common)
+    return DecodeWorker(plan.name, engine, *common, min_tokens_per_second=plan.min_tokens_per_second)
+
+
+async def _work(make: Iterable[Callable[[], Worker]]) -> None:
+    """Until all workers end, or one with an error."""
+    workers = [one() for one in make]
+
+    def leave() -> None:
+        for worker in workers:
+            worker.leave()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave)
+    running = [asyncio.create_task(worker.run()) for worker in workers]
+    try:
+        await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _follow(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, secret: bytes) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import signal
 import time
 import uuid
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, ClassVar
 
 import jax
@@ -35,6 +34,7 @@ from qwenjax_serving.protocol.messages import (
 )
 from qwenjax_serving.protocol.sockets import WorkerSocket
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
+from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.transfer.nixl_transport import NixlTransport
 from qwenjax_serving.transfer.staging import StagingBuffer, joined
 from qwenjax_serving.workers.peers import Peers, PeerSilence
@@ -48,7 +48,7 @@ LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
 
 
 class Worker(ABC):
-    """One worker. `run` ends on SIGTERM, once what runs has ended, or with an error."""
+    """One worker. `run` ends after `leave`, once what runs has ended, or with an error."""
 
     role: ClassVar[Role]
 
@@ -60,12 +60,14 @@ class Worker(ABC):
         address: str,
         secret: bytes,
         staging_pages: int | None = None,
+        transport: Callable[[str], NixlTransport | LocalTransport] = NixlTransport,
     ) -> None:
         """fingerprint: of the checkpoint. staging_pages: of the buffer that pages travel through, by default those of
-        two longest sequences."""
+        two longest sequences. transport: made with the worker's instance when it runs."""
         self.name, self.instance = name, f"{name}-{uuid.uuid4().hex[:12]}"
         self.staging = make_staging(engine, staging_pages)
         self.peers: Peers | None = None
+        self._make_transport = transport
         self._address, self._secret, self._fingerprint = address, secret, fingerprint
         self._number = 0
         self._engine = engine
@@ -102,9 +104,8 @@ class Worker(ABC):
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.leave)
         self.engine = AsyncEngine(self._engine)
-        self.transport = NixlTransport(self.instance)
+        self.transport = self._make_transport(self.instance)
         await self.transport.start(self.staging)
         self._layout, self._metadata = self.staging.layout, [self.transport.metadata]
         if (processes := num_processes(self._engine)) > 1:
