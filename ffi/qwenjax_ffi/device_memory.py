@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -15,6 +15,9 @@ import jax
 from qwenjax_ffi.symmetric_memory_driver import CudaDriver, DriverError, unavailable
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+
+
+_LARGEST_PITCH = 1 << 31  # bytes; CU_DEVICE_ATTRIBUTE_MAX_PITCH is one less
 
 
 class DeviceMemoryError(RuntimeError):
@@ -25,11 +28,28 @@ class Rows(NamedTuple):
     """`height` runs of `num_bytes` bytes, the first at the addresses and each pitch bytes behind the one before."""
 
     source: int
-    source_pitch: int
     target: int
-    target_pitch: int
     num_bytes: int
+    source_pitch: int = 0
+    target_pitch: int = 0
     height: int = 1
+
+
+def strided(runs: Iterable[Sequence[int]]) -> list[Rows]:
+    """The same bytes as runs of (source, target, bytes), in fewer copies: runs of one size that lie at even distances
+    are one."""
+    found = list[Rows]()
+    for source, target, num_bytes in runs:
+        last = found[-1] if found else None
+        if last is not None and last.num_bytes == num_bytes:
+            end = last.height - 1
+            pitches = source - last.source - end * last.source_pitch, target - last.target - end * last.target_pitch
+            fits = num_bytes <= min(pitches) <= max(pitches) < _LARGEST_PITCH
+            if fits and (last.height == 1 or pitches == (last.source_pitch, last.target_pitch)):
+                found[-1] = Rows(last.source, last.target, num_bytes, *pitches, last.height + 1)
+                continue
+        found.append(Rows(source, target, num_bytes))
+    return found
 
 
 class CopyDriver(Protocol):
@@ -106,10 +126,10 @@ class DeviceMemory:
         self._finalizer.atexit = False  # the driver may be gone by then, and frees it with the process
         _open.add(self)
 
-    def copy(self, rows: Iterable[Rows]) -> None:
-        """Copies to, from or between memory of this process's GPUs, and waits. What has not been computed yet is not
-        waited for: block on arrays before."""
-        self.driver.copy(rows, self.ordinal)
+    def copy(self, runs: Iterable[Sequence[int]]) -> None:
+        """Copies runs of (source address, target address, bytes) between memory of this process's GPUs, and waits.
+        What has not been computed yet is not waited for: block on arrays before."""
+        self.driver.copy(strided(runs), self.ordinal)
 
     def close(self) -> None:
         """Frees the memory, once what runs on the GPU is done. A second call does nothing."""

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qwenjax.engine.decode_engine import DevicePages
 from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
 from qwenjax.mesh import MODEL, make_mesh
-from qwenjax_ffi.device_memory import DeviceMemory, DeviceMemoryError, Rows, device_memory_bytes
+from qwenjax_ffi.device_memory import DeviceMemory, DeviceMemoryError, Rows, device_memory_bytes, strided
 from qwenjax_ffi.symmetric_memory_driver import DriverError
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
@@ -171,3 +173,23 @@ def test_memory_beside_the_pool_is_counted_and_refused_with_the_way_out_where_th
         DeviceMemoryError, match=r"1,001 bytes .* 1,000 free of 1,000; .*XLA_PYTHON_CLIENT_MEM_FRACTION"
     ):
         DeviceMemory(first, 1001, played)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([2, 3])), max_size=12),
+    st.sampled_from([1, 3]),
+)
+def test_strided_copies_are_the_runs(places: list[tuple[int, int, int]], spacing: int) -> None:
+    runs = [(1000 + spacing * source, 2000 + spacing * target, size) for source, target, size in places]
+    found = [
+        (row.source + place * row.source_pitch, row.target + place * row.target_pitch, row.num_bytes)
+        for row in strided(runs)
+        for place in range(row.height)
+    ]
+    assert found == runs
+
+
+def test_runs_at_even_distances_are_one_copy() -> None:
+    runs = [(10 * place, 100 + 7 * place, 5) for place in range(6)]
+    assert strided(runs) == [Rows(0, 100, 5, 10, 7, 6)]
+    assert len(strided([*runs, (60, 142, 4), (0, 0, 4)])) == 3  # another size, and back

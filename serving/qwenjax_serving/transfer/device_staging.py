@@ -14,7 +14,7 @@ from qwenjax.engine.decode_engine import DevicePages
 from qwenjax.engine.handover import PAGES_PER_COPY, copies_of
 from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import KVLayout
-from qwenjax_ffi.device_memory import CopyDriver, DeviceMemory, Rows
+from qwenjax_ffi.device_memory import CopyDriver, DeviceMemory
 from qwenjax_serving.transfer.staging import MemoryKind, Region, StagingBuffer
 
 
@@ -83,7 +83,7 @@ class DeviceStagingBuffer(StagingBuffer):
         _, heads, all_planes, *_ = self.shape
         width, pitch = (planes[1] - planes[0]) * self._plane_bytes, all_planes * self._plane_bytes
         for rank, part in enumerate(self._parts):
-            rows = list[Rows]()
+            runs = list[tuple[int, int, int]]()
             for place, slot in enumerate(slots, first):
                 if slot < 0:
                     continue
@@ -91,8 +91,8 @@ class DeviceStagingBuffer(StagingBuffer):
                 array = fetched[place // PAGES_PER_COPY[-1]][rank]
                 source = array.unsafe_buffer_pointer() + place % PAGES_PER_COPY[-1] * heads * width
                 target = part.address + slot * self._slot_bytes + planes[0] * self._plane_bytes
-                rows.append(Rows(source, width, target, pitch, width, heads))
-            part.copy(_merged(rows))
+                runs += [(source + head * width, target + head * pitch, width) for head in range(heads)]
+            part.copy(runs)
 
     def take_out(self, slots: Sequence[int], data_rank: int) -> DevicePages:
         blocks = []
@@ -105,36 +105,17 @@ class DeviceStagingBuffer(StagingBuffer):
                 # Nobody else knows this array yet: what is copied into it is as if the program had computed it.
                 array = self._landing[device, size]().block_until_ready()
                 size_in, address = self._slot_bytes, array.unsafe_buffer_pointer()
-                rows = [
-                    Rows(part.address + slot * size_in, size_in, address + place * size_in, size_in, size_in)
+                part.copy(
+                    (part.address + slot * size_in, address + place * size_in, size_in)
                     for place, slot in enumerate(slots[start:stop])
-                ]
-                part.copy(_merged(rows))
+                )
                 block.append(array)
             blocks.append(block)
         return DevicePages(len(slots), blocks)
 
     def copy(self, ranges: np.ndarray) -> None:
-        self._parts[0].copy(Rows(source, 0, target, 0, size) for source, target, size in ranges[:, :3].tolist())
+        self._parts[0].copy(ranges[:, :3].tolist())
 
     def close(self) -> None:
         for part in self._parts:
             part.close()
-
-
-def _merged(rows: Sequence[Rows]) -> list[Rows]:
-    """The same bytes in fewer copies: those that go on where the one before ends are one."""
-    merged = list[Rows]()
-    for row in rows:
-        if merged:
-            last = merged[-1]
-            source, target = (
-                last.source + last.height * last.source_pitch,
-                last.target + last.height * last.target_pitch,
-            )
-            follows = last._replace(source=source, target=target, height=row.height)
-            if row == follows:
-                merged[-1] = last._replace(height=last.height + row.height)
-                continue
-        merged.append(row)
-    return merged
