@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax.checkpoint.load import with_mxfp8
 from qwenjax.checkpoint.mapping import all_pieces
@@ -25,11 +25,17 @@ _STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
 
 
 def random_weights(
-    config: ModelConfig, dtype: jnp.dtype = jnp.bfloat16, quantization: str | None = None, seed: int = 0
+    config: ModelConfig,
+    dtype: jnp.dtype = jnp.bfloat16,
+    quantization: str | None = None,
+    seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> ShardedModel:
-    """A model of `config` on the first device; quantization "mxfp8" quantises, and where the kernels run packs, what
-    load_model does. One layer of one parameter at a time is held beside the model."""
-    mesh = make_mesh()
+    """A model of `config` on a mesh of one device, by default the first; quantization "mxfp8" quantises, and where the
+    kernels run packs, what load_model does. One layer of one parameter at a time is held beside the model."""
+    mesh = mesh or make_mesh()
+    if mesh.size != 1:
+        raise ValueError(f"random_weights is for one device; {mesh} has {mesh.size}")
     names = {piece.parameter for piece in all_pieces(config) if quantization and kind_of(piece.source) in KINDS}
     kept_as = default_activation_format(dtype, names)
     graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)

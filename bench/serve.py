@@ -3,8 +3,8 @@
     python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--data-parallel 1]
                           [--deployment FILE] [--record NAME]
 
-The server is a process of its own, started with the same sizes as the LLM of this one: `--streams` slots over
-`--data-parallel` ranks, no drafts (`--speculation`: one). With `--deployment` it is a router and its workers,
+The server is a process of its own, one engine (`--colocated`) of the same sizes as the LLM of this process: `--streams`
+slots over `--data-parallel` ranks, no drafts (`--speculation`: one). With `--deployment` it is router and workers,
 whose CPU time counts with it; the file's sizes and decode ranks should then be these. A round sends `--requests`
 completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives the same
 prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for its client
@@ -98,7 +98,7 @@ def main() -> None:
     sizes = ["--max-num-seqs", str(slots), "--data-parallel", str(ranks), "--dtype", arguments.dtype]
     drafts = int(arguments.speculation)
     sizes += ["--num-speculative-tokens", str(drafts)]
-    options = ["--config", str(arguments.deployment)] if arguments.deployment else sizes
+    options = ["--config", str(arguments.deployment)] if arguments.deployment else ["--colocated", *sizes]
     with server(arguments.config, *options) as (url, server_pid):
         llm = LLM(
             arguments.config,

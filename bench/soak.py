@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--deployment", type=Path, help="serve with router and workers; sizes are the file's")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
-    sizes = ["--dtype", arguments.dtype, "--max-num-seqs", "8"]
+    sizes = ["--colocated", "--dtype", arguments.dtype, "--max-num-seqs", "8"]
     options = ["--config", str(arguments.deployment)] if arguments.deployment else sizes
     with (
         server(arguments.config, *options) as (url, pid),

@@ -55,7 +55,11 @@ def check_processes(mesh: Mesh, processes: int) -> None:
 
 def check_divides(config: ModelConfig, mesh: Mesh) -> None:
     """Raises MeshError where a dimension of the model does not divide over the mesh, with the sizes that would."""
-    data, model = mesh.shape[DATA], mesh.shape[MODEL]
+    check_sizes(config, mesh.shape[DATA], mesh.shape[MODEL])
+
+
+def check_sizes(config: ModelConfig, data: int, model: int) -> None:
+    """As check_divides, for a mesh that need not be there."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % model or (kv_heads % model and model % kv_heads):
         fits = [m for m in divisors(heads) if kv_heads % m == 0 or m % kv_heads == 0]

@@ -1,13 +1,16 @@
-"""`qwenjax serve MODEL --config FILE`: a router with its workers, the router alone, or one of the workers."""
+"""`qwenjax serve MODEL`: a router with its workers, and with --config FILE the router alone, or one of the workers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 import socket
+import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from qwenjax.checkpoint.resolve import resolve
@@ -17,15 +20,37 @@ from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.api.server import bind
 from qwenjax_serving.backend import ServedModel
 from qwenjax_serving.commands import serve
+from qwenjax_serving.default_deployment import count_gpus, default_deployment
 from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment, read_secret
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.metrics import RouterCollector
 from qwenjax_serving.supervisor import Supervisor
 from qwenjax_serving.workers.process import run_worker
 
+logger = logging.getLogger(__name__)
+
 
 def run_deployment(arguments: argparse.Namespace) -> int:
-    """Runs the role that the arguments name. Raises ValueError for bad input and OSError for an address."""
+    """Runs the role that the arguments name, by default all. Raises ValueError for bad input and OSError for an
+    address."""
+    if arguments.config is None:
+        with tempfile.TemporaryDirectory(prefix="qwenjax-") as folder:
+            arguments.config = Path(folder, "deployment.toml")  # workers read it too
+            arguments.config.write_text(_default_deployment(arguments), encoding="utf-8")
+            return _run(arguments)
+    return _run(arguments)
+
+
+def _default_deployment(arguments: argparse.Namespace) -> str:
+    config = ModelConfig.from_folder(resolve(arguments.model, arguments.revision))
+    options = serve.engine_options(arguments)
+    meshes = arguments.model_parallel, arguments.data_parallel
+    text = default_deployment(config, count_gpus(), options, *meshes, max_waiting=arguments.max_queue)
+    logger.info("no --config: this deployment\n%s", text)
+    return text
+
+
+def _run(arguments: argparse.Namespace) -> int:
     deployment, role = read_deployment(arguments.config), arguments.role or "all"
     if role in ("prefill", "decode", "both"):
         plan = deployment.worker(arguments.name or f"{role}-0")
@@ -45,6 +70,11 @@ def run_deployment(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is for --role prefill, decode and both; this is --role {role}")
     if role == "router" and deployment.address.endswith(":0"):
         raise ValueError(f"{arguments.config}: [router] needs an address that workers can be told, tcp://HOST:PORT")
+    if role == "all" and any(plan.role != "both" for plan in deployment.workers) and find_spec("nixl") is None:
+        raise ValueError(
+            "prefill and decode in processes of their own need NIXL: pip install 'qwenjax[disagg]'; --colocated serves "
+            "with one engine that does both, without it"
+        )
     given = os.environ.get(SECRET_VARIABLE)
     secret = read_secret() if role == "router" or given else secrets.token_urlsafe(32).encode()
     with bind(arguments.host, arguments.port) as bound:

@@ -76,6 +76,7 @@ class Cluster:
                 with socket.create_server(("127.0.0.1", 0)) as free:
                     environment[COORDINATOR_VARIABLE] = f"127.0.0.1:{free.getsockname()[1]}"
                 environment["JAX_NUM_CPU_DEVICES"] = str(plan.num_devices // plan.processes)
+            environment |= plan.env
             for process in range(plan.processes):
                 started = subprocess.Popen([*command, "--process", str(process)], env=environment)
                 self.processes[f"{plan.name}/{process}" if process else plan.name] = started

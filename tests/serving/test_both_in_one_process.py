@@ -10,35 +10,22 @@ from pathlib import Path
 import pytest
 
 from qwenjax import LLM
-from tests.generation import small_llm
-from tests.qwenjax.engine.test_handover import SIZES
-from tests.qwenjax.engine.test_speculation import with_head
 from tests.serving.cluster import Cluster, cluster
 from tests.serving.test_disaggregated import CONFIG, check_equal
 
 BOTH = CONFIG + "[both]\n[both.decode]\npage_size = 32\n"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_head(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return small_llm(folder, **{**SIZES, "num_pages": 256})
-
-
 @pytest.fixture(scope="module", params=["share_device = true\n", "share_device = false\n"], ids=["shared", "apart"])
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def made(head_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "deployment.toml"
     config.write_text(BOTH.replace("[both]\n", "[both]\n" + request.param))
-    with cluster(folder, config) as found:
+    with cluster(head_folder, config) as found:
         yield found
 
 
-def test_24_mixed_requests_at_once_equal_one_engine_s(made: Cluster, llm: LLM) -> None:
-    check_equal(made, llm, 24)
+def test_24_mixed_requests_at_once_equal_one_engine_s(made: Cluster, head_llm: LLM) -> None:
+    check_equal(made, head_llm, 24)
     [process] = made.processes.values()
     assert not any("nixl" in line for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`qwenjax serve` as users start it: a process of its own, a small model, clients over sockets."""
+"""`qwenjax serve --colocated` as users start it: a process of its own, a small model, clients over sockets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     options = [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
     own = ["--port", "0", "--served-model-name", "small", "--max-queue", str(QUEUE), "--max-model-len", "8000"]
-    process = start("-m", "qwenjax_serving.cli", "serve", str(folder), *options, *own)
+    process = start("-m", "qwenjax_serving.cli", "serve", str(folder), "--colocated", *options, *own)
     yield process
     process.kill()
     process.communicate()
@@ -287,7 +287,8 @@ def test_bad_input_is_one_line_and_status_2_before_the_weights_are_read(
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert cli.main(["serve", str(folder), *(port if word == "TAKEN" else word for word in arguments)]) == 2
+        own = [port if word == "TAKEN" else word for word in arguments]
+        assert cli.main(["serve", str(folder), "--colocated", *own]) == 2
     err = capsys.readouterr().err
     assert err.startswith("qwenjax serve: error: ")
     assert message in err

@@ -1,4 +1,4 @@
-"""`qwenjax serve --config`: all roles by one command, as users start it."""
+"""`qwenjax serve`: all roles by one command, as users start it, and options that have no effect."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from qwenjax import LLM
 from qwenjax_serving import cli
 from tests.conftest import FAKE_CPU_DEVICES
 from tests.generation import greedy
+from tests.qwenjax.engine.test_handover import SIZES as ENGINE
 from tests.serving.test_disaggregated import ONE_OF_EACH, metrics_of
 
 openai = pytest.importorskip("openai")
@@ -69,12 +70,18 @@ def client_of(url: str) -> Any:
 
 
 @pytest.mark.slow
-def test_all_roles_by_one_command_and_sigterm_drains(head_folder: Path, head_llm: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_file", [True, False])
+def test_all_roles_by_one_command_and_sigterm_drains(
+    head_folder: Path, head_llm: LLM, tmp_path: Path, with_file: bool
+) -> None:
     config = tmp_path / "deployment.toml"
     devices = f'env = {{ JAX_NUM_CPU_DEVICES = "{FAKE_CPU_DEVICES}" }}\n'  # for the programs that other tests compiled
     config.write_text(ONE_OF_EACH.replace("model_parallel = 2\n", "model_parallel = 2\n" + devices) + devices)
-    options = ["--config", str(config), "--port", "0", "--served-model-name", "small"]
-    with serving(head_folder, *options) as process:
+    options = ["--config", str(config)]
+    if not with_file:
+        sizes = {name: size for name, size in ENGINE.items() if name != "progress"}
+        options = [word for name, size in sizes.items() for word in ("--" + name.replace("_", "-"), str(size))]
+    with serving(head_folder, *options, "--port", "0", "--served-model-name", "small") as process:
         check_all_roles(process, head_llm)
 
 
@@ -168,6 +175,8 @@ def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
         (["--role", "router"], "--role needs --config, a deployment file"),
         (["--config", "FILE", "--page-size", "32"], "--page-size has no effect with --config: the file's [engine]"),
         (["--config", "FILE", "--max-queue", "9"], "--max-queue has no effect with --config: the file's [router]"),
+        (["--config", "FILE", "--colocated"], "--colocated has no effect with --config: the file says"),
+        (["--config", "FILE", "--data-parallel", "1"], "--data-parallel has no effect with --config: the file's [engine]"),
         (["--config", "FILE", "--role", "router"], "[router] needs an address that workers can be told"),
         (["--config", "FILE", "--role", "decode", "--name", "x"], "there is no worker 'x'"),
         (

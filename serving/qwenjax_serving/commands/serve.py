@@ -1,5 +1,5 @@
-"""`qwenjax serve MODEL`: OpenAI's API over HTTP, with front end and engine in one process, or with --config in several:
-router, prefill and decode workers."""
+"""`qwenjax serve MODEL`: OpenAI's API over HTTP, with a router, prefill and decode workers as processes, or with
+--colocated front end and engine in one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from prometheus_client.registry import Collector
 
@@ -31,24 +31,35 @@ _DEFAULT_QUEUE = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
+    _add_engine_options(parser)
     add_http_arguments(parser)
     add_deployment_arguments(parser)
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     """Workers as processes of their own."""
-    add = parser.add_argument_group("prefill and decode apart").add_argument
+    group = parser.add_argument_group(
+        "prefill and decode apart",
+        "By default a prefill and a decode worker share the devices at hand: --model-parallel is of the first, "
+        "--data-parallel of the second, the other options of an engine are of both.",
+    )
+    add = group.add_argument
     add(
         "--config",
         type=Path,
         metavar="FILE",
         help="deployment file: workers and meshes (see configs/deployments)",
     )
+    add("--colocated", action="store_true", help="one engine that does both, in this process, on one mesh")
     add("--role", choices=("all", "router", "prefill", "decode", "both"), help="what to run of it (default: all)")
     add("--name", help="of the worker, with the role of one (default: the first)")
     add("--process", type=int, metavar="N", help="which of the worker's processes, where it has several (default: 0)")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    parser.set_defaults(data_parallel=None, model_parallel=None)  # what is not given depends on the devices
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_deployment_arguments(arguments)
     logging.basicConfig(format="qwenjax: %(levelname)s: %(message)s")
     logging.getLogger("qwenjax").setLevel(logging.INFO)  # a line every ten seconds while the engine is busy
-    if arguments.config is not None:
+    if not arguments.colocated:
         logging.getLogger("qwenjax_serving").setLevel(logging.INFO)  # workers that join and leave
-        from qwenjax_serving.launch import run_deployment  # NIXL and ZeroMQ are not needed otherwise
+        from qwenjax_serving.launch import run_deployment  # ZeroMQ is not needed otherwise
 
         return run_deployment(arguments)
     with bind(arguments.host, arguments.port) as bound:
@@ -163,14 +174,26 @@ def check_deployment_arguments(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--{name} needs --config, a deployment file")
         return
+    if arguments.colocated:
+        raise ValueError("--colocated has no effect with --config: the file says which workers there are")
+    given = engine_options(arguments)
+    given |= {name: 0 for name in ("data_parallel", "model_parallel") if getattr(arguments, name) is not None}
+    given |= {"max_queue": 0} if arguments.max_queue != _DEFAULT_QUEUE else {}
+    for name in given:
+        option, table = "--" + name.replace("_", "-"), "[router]" if name == "max_queue" else "[engine]"
+        raise ValueError(f"{option} has no effect with --config: the file's {table} says it")
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of an engine that were given, but for those of its mesh."""
     parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
-    elsewhere = vars(parser.parse_args([arguments.model])) | {"max_queue": _DEFAULT_QUEUE}
-    for name, default in elsewhere.items():
-        if name not in ("model", "revision", "progress") and getattr(arguments, name) != default:
-            option, table = "--" + name.replace("_", "-"), "[router]" if name == "max_queue" else "[engine]"
-            raise ValueError(f"{option} has no effect with --config: the file's {table} says it")
+    _add_engine_options(parser)
+    elsewhere = ("model", "revision", "progress", "data_parallel", "model_parallel")
+    return {
+        name: getattr(arguments, name)
+        for name, default in vars(parser.parse_args([arguments.model])).items()
+        if name not in elsewhere and getattr(arguments, name) != default
+    }
 
 
 def check_no_http_arguments(arguments: argparse.Namespace, role: str) -> None:
@@ -186,4 +209,6 @@ def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
     # `folder` is what `revision` named. Every option has a flag of its name; a new one without is an error here.
     names = set(EngineOptions.__annotations__) - {"revision"}
     options = cast(EngineOptions, {name: getattr(arguments, name) for name in names})
+    for axis in ("data_parallel", "model_parallel"):
+        options[axis] = options[axis] or 1
     return build_engine(folder, **options)

@@ -1,0 +1,114 @@
+"""Prefill and decode apart on GPUs, in two processes over NIXL and in one: the tokens of one engine, by the rule of
+margins, and pages that never pass through host memory. Run it with XLA_PYTHON_CLIENT_PREALLOCATE=false: the engine that
+is compared with and all workers share the GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from qwenjax import LLM, RequestOutput
+from tests.qwenjax.test_engine_on_gpus import GREEDY, PROMPTS, ROOT, TOLERANCE
+from tests.serving.cluster import Cluster
+
+pytestmark = pytest.mark.gpu
+
+TINY = ROOT / "configs" / "tiny"
+SIZES = {"max_model_len": 512, "max_num_seqs": 8, "num_pages": 256, "num_speculative_tokens": 1, "progress": False}
+COMMON = """
+[router]
+worker_timeout = 20
+[engine]
+dtype = "bfloat16"
+max_model_len = 512
+max_num_seqs = 8
+num_pages = 256
+num_speculative_tokens = 1
+"""
+TWO_PROCESSES = """
+[[prefill]]
+env = { CUDA_VISIBLE_DEVICES = "0" }
+[[decode]]
+env = { CUDA_VISIBLE_DEVICES = "1" }
+"""
+DEPLOYMENTS = {
+    "two processes": TWO_PROCESSES,
+    "one process, two GPUs": "[both]\n",
+    "one process, one GPU": "[both]\nshare_device = true\n",
+}
+# Longer than a page, so that several travel, some begin alike, and one is of a token.
+REPEATED = " ".join(PROMPTS) * 2
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
+    """All at once: they compile at the same time."""
+    found = dict[str, Cluster]()
+    folder = tmp_path_factory.mktemp("deployments")
+    try:
+        for name, workers in DEPLOYMENTS.items():
+            if "two" in name and len(jax.devices()) < 2:
+                continue
+            path = folder / f"{len(found)}.toml"
+            path.write_text(COMMON + workers)
+            found[name] = Cluster(TINY, path)
+            found[name].start()
+        yield found
+    finally:
+        for made in found.values():
+            made.close()
+
+
+@pytest.fixture(scope="module")
+def llm(clusters: dict[str, Cluster]) -> LLM:
+    return LLM(TINY, dtype="bfloat16", **SIZES)  # while the workers load
+
+
+def parting(one: RequestOutput, other: RequestOutput) -> float | None:
+    """By how many nats the choice was ahead where two outputs part; None where they do not."""
+    ours, theirs = one.outputs[0], other.outputs[0]
+    assert ours.logprobs is not None
+    assert len(ours.token_ids) == len(theirs.token_ids)
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+    place = next((place for place, (a, b) in pairs if a != b), None)
+    if place is None:
+        return None
+    first, second = sorted((entry.logprob for entry in ours.logprobs[place].values()), reverse=True)[:2]
+    return first - second
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_apart_on_gpus_draws_what_one_engine_draws(clusters: dict[str, Cluster], llm: LLM, name: str) -> None:
+    if name not in clusters:
+        pytest.skip("needs two GPUs")
+    made = clusters[name]
+    made.wait_for_workers()
+    assert {worker.hello.staging.memory for worker in made.workers} == {"VRAM"}
+    ids = llm.tokenizer.encode(REPEATED)
+    prompts = [*map(llm.tokenizer.encode, PROMPTS), *(ids[:length] for length in (1, 64, 65, 200, 300, 300, 430))]
+
+    async def whole() -> list[RequestOutput]:
+        return await asyncio.gather(*(made.generate(f"{place}", ids, GREEDY) for place, ids in enumerate(prompts)))
+
+    results = made.run(whole(), timeout=60)
+    found = [parting(*pair) for pair in zip(llm.generate(prompts, GREEDY), results, strict=True)]
+    parted = [margin for margin in found if margin is not None]
+    made.wait_until_idle(10)
+    decode = next(worker for worker in made.workers if worker.hello.role == "decode")
+    assert decode.status is not None
+    read, seconds = decode.status.bytes_read, decode.status.read_seconds
+    print(
+        f"\n{name}: {len(prompts)} prompts, {len(parted)} part (by {sorted(parted)} nats); {read:,} bytes of pages in "
+        f"{1e3 * seconds:.1f} ms of reads"
+    )
+    assert read > 0
+    assert decode.status.num_prefill_calls == 0
+    assert all(margin < TOLERANCE for margin in parted)
+    assert len(parted) < len(prompts) // 2
+    for process in made.processes.values():
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert ("nixl" in maps) == (name == "two processes")
