@@ -54,11 +54,16 @@ def buffer(sizes: Sizes, places: Sequence[int]) -> StagingBuffer:
     return DeviceStagingBuffer([[jax.devices()[place] for place in places]], *shape)
 
 
+@partial(jax.jit, static_argnums=1)
+def random_pages(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
 def sent(sizes: Sizes, first: int, places: Sequence[int]) -> StagedPages:
     """Sixteen pages of random numbers, from page `first` on, spread over the places."""
     mesh = Mesh(np.array([jax.devices()[place] for place in places]), ("model",))
     shape = (16, sizes.kv_heads, 2 * sizes.layers, PAGE_SIZE, sizes.head_dim)
-    pages = jax.jit(partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))(jax.random.key(first))
+    pages = random_pages(jax.random.key(first), shape)
     return StagedPages([jax.device_put(pages, NamedSharding(mesh, PartitionSpec(None, "model")))], 0, ())
 
 
