@@ -41,7 +41,7 @@ DEPLOYMENTS = {
     "one process, one GPU": "[both]\nshare_device = true\n",
 }
 # Longer than a page, so that several travel, some begin alike, and one is of a token.
-REPEATED = " ".join(PROMPTS) * 2
+REPEATED = " ".join(PROMPTS) * 6
 
 
 @pytest.fixture(scope="module")
