@@ -17,7 +17,9 @@ BOTH = CONFIG + "[both]\n[both.decode]\npage_size = 32\n"
 
 
 @pytest.fixture(scope="module", params=["share_device = true\n", "share_device = false\n"], ids=["shared", "apart"])
-def made(head_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def made(
+    head_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "deployment.toml"
     config.write_text(BOTH.replace("[both]\n", "[both]\n" + request.param))
     with cluster(head_folder, config) as found:

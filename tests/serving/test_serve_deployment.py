@@ -176,7 +176,10 @@ def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
         (["--config", "FILE", "--page-size", "32"], "--page-size has no effect with --config: the file's [engine]"),
         (["--config", "FILE", "--max-queue", "9"], "--max-queue has no effect with --config: the file's [router]"),
         (["--config", "FILE", "--colocated"], "--colocated has no effect with --config: the file says"),
-        (["--config", "FILE", "--data-parallel", "1"], "--data-parallel has no effect with --config: the file's [engine]"),
+        (
+            ["--config", "FILE", "--data-parallel", "1"],
+            "--data-parallel has no effect with --config: the file's [engine]",
+        ),
         (["--config", "FILE", "--role", "router"], "[router] needs an address that workers can be told"),
         (["--config", "FILE", "--role", "decode", "--name", "x"], "there is no worker 'x'"),
         (
