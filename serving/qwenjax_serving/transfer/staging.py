@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from qwenjax.engine.decode_engine import DevicePages
-from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import Copy, KVLayout
+
+if TYPE_CHECKING:  # engines need Flax, which takes seconds to import
+    from qwenjax.engine.decode_engine import DevicePages
+    from qwenjax.engine.prefill_engine import StagedPages
 
 MemoryKind = Literal["DRAM", "VRAM"]  # NIXL's names of host and GPU memory
 
