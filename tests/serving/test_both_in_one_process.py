@@ -26,6 +26,7 @@ def made(
         yield found
 
 
+@pytest.mark.slow
 def test_24_mixed_requests_at_once_equal_one_engine_s(made: Cluster, head_llm: LLM) -> None:
     check_equal(made, head_llm, 24)
     [process] = made.processes.values()

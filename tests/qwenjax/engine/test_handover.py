@@ -16,11 +16,14 @@ from qwenjax.engine import engine as engine_module
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.decode_engine import Arrived, DecodeEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import kv_layout, num_planes
+from qwenjax.engine.handover import devices_for, kv_layout, num_planes
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.kv_transfer import Pages, plan_transfer
+from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
+from qwenjax_serving.transfer.staging import byte_ranges
 from tests.generation import greedy, random_ids, small_llm
 from tests.qwenjax.engine.test_speculation import with_head
+from tests.serving.test_device_staging import HostDriver
 
 NUM_DRAFTS = 2
 SIZES: dict[str, Any] = {
@@ -190,6 +193,56 @@ def test_outputs_equal_those_of_one_engine(
     assert pair.decode.num_prefill_calls == 0
     assert pair.prefill.num_decode_calls == 0
     assert not any(name == "prefill" for name, _ in pair.decode._compiled)
+    assert_idle(pair)
+
+
+class ThroughGpuMemory(Pair):
+    """A pair whose pages go through staging buffers in GPU memory, which a stand-in for the driver has on the host."""
+
+    def __init__(self, pair: Pair) -> None:
+        vars(self).update(vars(pair) | {"taken": []})
+        self.source, self.target = map(self.buffer, (pair.prefill, pair.decode))
+        self.slots: dict[str, list[int]] = {}
+
+    def buffer(self, engine: Engine) -> DeviceStagingBuffer:
+        devices = [devices_for(engine, rank) for rank in range(engine.ranks)]
+        sizes = num_planes(engine), engine.model.config.head_dim, engine.model.dtype, 64
+        return DeviceStagingBuffer(devices, kv_layout(engine), *sizes, driver=HostDriver())
+
+    def take(self, staged: StagedPages) -> None:
+        fetched, planes = self.source.fetch(staged), (staged.first_plane, staged.first_plane + staged.num_planes)
+        for part in staged.parts:
+            if part.request_id not in self.slots:
+                self.slots[part.request_id] = self.source.take(128 // SIZES["page_size"]) or []
+            stop = -(-part.stop // SIZES["page_size"])
+            self.source.put(fetched, part.first, self.slots[part.request_id][part.first_page : stop], planes)
+            self.taken.append((part.request_id, part.start, part.stop, staged.first_plane))
+
+    def moved(self, request_id: str, num_cached: int, prompt_len: int) -> Any:
+        source, target = self.source.layout, self.target.layout
+        slots = self.target.take(-(-(prompt_len - num_cached) // target.page_size)) or []
+        pages = Pages(self.slots.get(request_id, []), slots, num_cached, prompt_len, 0, num_cached)
+        plan = plan_transfer(source.kv, target.kv, pages)
+        self.target.copy(byte_ranges(plan.copies, source, target, (0, source.planes)))
+        taken = self.target.take_out(slots, self.decode.data_rank(request_id))
+        self.target.give_back(slots)
+        self.source.give_back(self.slots.pop(request_id, []))
+        return taken
+
+
+def test_pages_through_gpu_memory_are_the_same(pair: Pair, expected: dict[str, RequestOutput]) -> None:
+    for engine in (pair.prefill, pair.decode):
+        engine.clear_prefix_cache()
+    through = ThroughGpuMemory(pair)
+    pair.prefill.on_staged = through.take
+    try:
+        results = through.generate(REQUESTS)
+    finally:
+        pair.prefill.on_staged = pair.take
+    for name, output in results.items():
+        assert output.outputs[0].token_ids == expected[name].outputs[0].token_ids, name
+    assert results["one long of the same beginning"].num_cached_tokens > 0
+    assert set(through.slots) == {"one token"}  # which ended before it was moved
     assert_idle(pair)
 
 
