@@ -44,6 +44,22 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
         found.worker("x")
 
 
+def test_both_roles_in_one_process_are_two_workers_to_the_router(tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text(
+        '[engine]\nmax_num_seqs = 4\n[both]\nname = "gpu"\nstaging_pages = 9\nnum_pages = 50\nenv = { A = "b" }\n'
+        "[both.prefill]\nmodel_parallel = 2\n[both.decode]\nmax_num_seqs = 8\nmin_tokens_per_second = 20\n"
+    )
+    found = read_deployment(path)
+    [plan] = found.workers
+    assert (plan.role, plan.env, plan.num_devices, plan.share_device) == ("both", {"A": "b"}, 3, False)
+    assert found.names == plan.names == ["gpu-prefill", "gpu-decode"]
+    prefill, decode = plan.parts
+    assert (prefill.role, prefill.options["max_num_seqs"], prefill.options["num_pages"]) == ("prefill", 4, 50)
+    assert (decode.role, decode.options["max_num_seqs"], decode.min_tokens_per_second) == ("decode", 8, 20)
+    assert (prefill.staging_pages, decode.staging_pages) == (9, 9)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -69,6 +85,17 @@ def test_a_worker_s_options_are_those_of_all_with_its_own_on_top(tmp_path: Path)
         ("[[prefill]]\n[[decode]]\nmin_tokens_per_second = 0\n", "decode-0: min_tokens_per_second is 0"),
         ("[[prefill]]\nmin_tokens_per_second = 9\n[[decode]]\n", r"prefill-0: unknown \['min_tokens_per_second'\]"),
         ("x = [", "file.toml: "),
+        ("[both]\n[[prefill]]\n", r"there are \[both\] and \[\[prefill\]\]"),
+        ("[[both]]\n", "it is a table"),
+        ("[both]\nprocesses = 2\n", r"\[both\]: unknown \['processes'\]"),
+        ("[both]\nnum_pages = true\n", r"\[both\]: num_pages is True"),
+        ("[both]\nshare_device = 1\n", "share_device is 1; it is true or false"),
+        ("[both]\n[both.prefill]\nmin_tokens_per_second = 9\n", r"\[both.prefill\]: unknown \['min_tokens_per"),
+        ("[both]\nshare_device = true\n[both.decode]\ndata_parallel = 2\n", "share_device is for meshes of one device"),
+        (
+            '[both]\nshare_device = true\n[both.decode]\nquantization = "mxfp8"\n',
+            "quantization differs between prefill and decode, which share the weights",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
