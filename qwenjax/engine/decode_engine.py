@@ -171,6 +171,8 @@ class DecodeEngine(Engine):
         return self._reserved[request_id].sequences[0].job.rank
 
     def _take_decoded(self, call: Decode, found: dict[str, Any], now: float) -> dict[str, Request]:
+        if self.on_decoded is None:
+            return super()._take_decoded(call, found, now)
         sequences = [sequence for job in call.jobs if (sequence := self._sequences.get(job.order)) is not None]
         before = [len(sequence.output.token_ids) for sequence in sequences]
         changed = super()._take_decoded(call, found, now)
@@ -180,7 +182,7 @@ class DecodeEngine(Engine):
             for sequence, count in zip(sequences, before, strict=True)
             if not sequence.output.finished
         ]
-        if self.on_decoded is not None and self._decoded_at is not None and drawn:
+        if self._decoded_at is not None and drawn:
             fullest = max(Counter(lane.place // call.batch for lane in call.lanes).values())
             self.on_decoded(fullest, sum(drawn) / len(drawn), now - self._decoded_at, now)
         self._decoded_at = now
