@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import numpy as np
 
 from qwenjax_ffi.symmetric_memory_driver import CudaDriver, DriverError, unavailable
 
@@ -35,20 +36,26 @@ class Rows(NamedTuple):
     height: int = 1
 
 
-def strided(runs: Iterable[Sequence[int]]) -> list[Rows]:
+def strided(runs: Iterable[Sequence[int]] | np.ndarray) -> list[Rows]:
     """The same bytes as runs of (source, target, bytes), in fewer copies: runs of one size that lie at even distances
     are one."""
-    found = list[Rows]()
-    for source, target, num_bytes in runs:
-        last = found[-1] if found else None
-        if last is not None and last.num_bytes == num_bytes:
-            end = last.height - 1
-            pitches = source - last.source - end * last.source_pitch, target - last.target - end * last.target_pitch
-            fits = num_bytes <= min(pitches) <= max(pitches) < _LARGEST_PITCH
-            if fits and (last.height == 1 or pitches == (last.source_pitch, last.target_pitch)):
-                found[-1] = Rows(last.source, last.target, num_bytes, *pitches, last.height + 1)
-                continue
-        found.append(Rows(source, target, num_bytes))
+    table = np.array(runs if isinstance(runs, np.ndarray) else list(runs), np.int64).reshape(-1, 3)
+    sizes, steps = table[:, 2], np.diff(table[:, :2], axis=0)
+    pairs = (sizes[1:] == sizes[:-1]) & (steps >= sizes[:-1, None]).all(axis=1) & (steps < _LARGEST_PITCH).all(axis=1)
+    # Where the step from a run to the next is not that from the run before.
+    ends = np.flatnonzero(~(pairs[1:] & pairs[:-1] & (steps[1:] == steps[:-1]).all(axis=1))) + 1
+    found, place = list[Rows](), 0
+    while place < len(table):
+        source, target, num_bytes = table[place].tolist()
+        if place < len(pairs) and pairs[place]:
+            after = np.searchsorted(ends, place, side="right")
+            last = int(ends[after]) if after < len(ends) else len(table) - 1
+            source_pitch, target_pitch = steps[place].tolist()
+            found.append(Rows(source, target, num_bytes, source_pitch, target_pitch, last - place + 1))
+            place = last + 1
+        else:
+            found.append(Rows(source, target, num_bytes))
+            place += 1
     return found
 
 
@@ -126,7 +133,7 @@ class DeviceMemory:
         self._finalizer.atexit = False  # the driver may be gone by then, and frees it with the process
         _open.add(self)
 
-    def copy(self, runs: Iterable[Sequence[int]]) -> None:
+    def copy(self, runs: Iterable[Sequence[int]] | np.ndarray) -> None:
         """Copies runs of (source address, target address, bytes) between memory of this process's GPUs, and waits.
         What has not been computed yet is not waited for: block on arrays before."""
         self.driver.copy(strided(runs), self.ordinal)

@@ -114,7 +114,7 @@ class DeviceStagingBuffer(StagingBuffer):
         return DevicePages(len(slots), blocks)
 
     def copy(self, ranges: np.ndarray) -> None:
-        self._parts[0].copy(ranges[:, :3].tolist())
+        self._parts[0].copy(ranges[:, :3])
 
     def close(self) -> None:
         for part in self._parts:
