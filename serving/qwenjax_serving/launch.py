@@ -42,6 +42,8 @@ def run_deployment(arguments: argparse.Namespace) -> int:
 
 
 def _default_deployment(arguments: argparse.Namespace) -> str:
+    if arguments.max_queue < 1:
+        raise ValueError(f"--max-queue is {arguments.max_queue}; a router's is at least 1 (0 is for --colocated)")
     config = ModelConfig.from_folder(resolve(arguments.model, arguments.revision))
     options = serve.engine_options(arguments)
     meshes = arguments.model_parallel, arguments.data_parallel

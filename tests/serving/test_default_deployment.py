@@ -128,6 +128,11 @@ def test_options_of_the_command_line_reach_the_workers_and_the_router(started: A
     assert found.settings.max_waiting == 7
 
 
+def test_a_queue_that_a_router_cannot_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", str(tmp_path), "--port", "0", "--max-queue", "0"]) == 2
+    assert "--max-queue is 0; a router's is at least 1" in capsys.readouterr().err
+
+
 def test_without_nixl_the_extra_and_the_other_way_are_named(
     started: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

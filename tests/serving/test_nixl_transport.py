@@ -11,13 +11,16 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
+from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.staging import StagingBuffer, StagingLayout, byte_ranges
+from tests.serving.test_device_staging import HostDriver
 
 pytest.importorskip("nixl")
 
@@ -100,6 +103,19 @@ def test_pages_between_processes_of_unequal_sharding_and_page_size(sources: tupl
         await transport.read(peer, np.zeros((0, 5), np.uint64), timeout=10)
 
     run(test, target)
+
+
+def test_gpu_memory_that_ucx_does_not_know_ends_the_transport_and_says_why() -> None:
+    async def start() -> None:
+        [first, *_] = jax.devices()
+        sizes = KVLayout(1, 4), 2, 8, np.float32, SLOTS
+        buffer = DeviceStagingBuffer([[first]], *sizes, driver=HostDriver())  # of the host, and said to be a GPU's
+        transport = NixlTransport("reader")
+        with pytest.raises(TransferError, match=r"cannot register GPU memory.*UCX_TLS.*cuda_ipc"):
+            await transport.start(buffer)
+        await transport.aclose()
+
+    asyncio.run(asyncio.wait_for(start(), timeout=60))
 
 
 def test_memory_that_was_not_registered_is_refused(sources: tuple[Source, Source]) -> None:
