@@ -3,9 +3,10 @@
     python bench/kv_transfer.py [--pages 256] [--layers 48] [--kv-heads 4] [--head-dim 128] [--rounds 5] [--record NAME]
 
 Pages are of 64 tokens of bfloat16, by default Qwen3-30B-A3B's. Buffers are in GPU memory where there are GPUs, the
-source on the first and the target on the last, else in host memory. A page is read in eight groups of layers, as those
-of a prompt are, and in one piece. What arrived is compared with what was sent, on the target's device. The clock runs
-from asking for a read to its end, the transport's millisecond between two looks at it included.
+source on the first and the target on the last, else in host memory. Pages are read in eight groups of layers, as those
+of a prompt are: in slots in order, and in slots drawn by chance, few of them neighbours. What arrived is compared with
+what was sent, on the target's device. The clock runs from asking for a read to its end, the transport's millisecond
+between two looks at it included.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from measure import copy_bandwidth, header, recorded
 
+from qwenjax.engine.handover import layer_groups
 from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
@@ -34,7 +36,7 @@ from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.transfer.nixl_transport import NixlTransport
 from qwenjax_serving.transfer.staging import StagingBuffer, StagingLayout, byte_ranges
 
-PAGE_SIZE, GROUPS = 64, 8
+PAGE_SIZE = 64
 NVLINK = 450.0  # GB/s each way between two H200s, by datasheet
 
 
@@ -49,9 +51,10 @@ def buffer(sizes: Sizes, places: Sequence[int]) -> StagingBuffer:
     """places: of the parts, which divide the heads, the devices they are on."""
     layout = KVLayout(sizes.kv_heads, PAGE_SIZE, len(places))
     shape = layout, 2 * sizes.layers, sizes.head_dim, jnp.bfloat16, sizes.pages
+    bounds = [2 * first for first, _ in layer_groups(sizes.layers)] + [2 * sizes.layers]
     if jax.devices()[0].platform == "cpu":
-        return StagingBuffer(*shape)
-    return DeviceStagingBuffer([[jax.devices()[place] for place in places]], *shape)
+        return StagingBuffer(*shape, bounds=bounds)
+    return DeviceStagingBuffer([[jax.devices()[place] for place in places]], *shape, bounds=bounds)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -99,13 +102,12 @@ async def be_source(sizes: Sizes, places: Sequence[int]) -> None:
 async def measure(
     name: str, source: StagingLayout, metadata: bytes, own: StagingBuffer, transport: Any, arguments: Any, sizes: Sizes
 ) -> None:
-    planes = 2 * sizes.layers
-    bounds = np.linspace(0, sizes.layers, GROUPS + 1).astype(int) * 2
-    groups = [*zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
-    pages = Pages(range(sizes.pages), range(sizes.pages), 0, sizes.pages * PAGE_SIZE)
-    plan = plan_transfer(source.kv, own.layout.kv, pages)
+    groups = [(2 * first, 2 * last) for first, last in layer_groups(sizes.layers)]
+    chance = np.random.default_rng(0).permutation(sizes.pages).tolist()
     peer = await transport.connect(metadata)
-    for how, parts in (("groups", groups), ("whole", [(0, planes)])):
+    for how, parts, slots in (("in order", groups, range(sizes.pages)), ("scattered", groups, chance)):
+        pages = Pages(slots, slots, 0, sizes.pages * PAGE_SIZE)
+        plan = plan_transfer(source.kv, own.layout.kv, pages)
         ranges = [byte_ranges(plan.copies, source, own.layout, part) for part in parts]
         seconds = []
         for _ in range(arguments.rounds + 1):  # the first connects
@@ -115,7 +117,7 @@ async def measure(
             seconds.append(time.perf_counter() - start)
         num_bytes, median = sum(int(each[:, 2].sum()) for each in ranges), statistics.median(seconds[1:])
         print(
-            f"{name:<34} {how:<7} {sum(map(len, ranges)):>6} {num_bytes / 1e6:>8.0f} {1e3 * median:>8.2f} "
+            f"{name:<34} {how:<9} {sum(map(len, ranges)):>6} {num_bytes / 1e6:>8.0f} {1e3 * median:>8.2f} "
             f"{num_bytes / median / 1e9:>8.1f} {1e3 * seconds[0]:>9.1f}",
             flush=True,
         )
@@ -180,7 +182,7 @@ def main() -> None:
         print(header("jax", "jaxlib", "nixl", "msgspec"))
         print(f"{sizes}, {kind}; limits: NVLink {NVLINK:g} GB/s", end="")
         print(f", a copy at home {copy_bandwidth() / 2e9:.0f} GB/s" if on_gpu else " (not used)")
-        print(f"\n{'':<34} {'in':<7} {'ranges':>6} {'MB':>8} {'ms':>8} {'GB/s':>8} {'first ms':>9}")
+        print(f"\n{'':<34} {'slots':<9} {'ranges':>6} {'MB':>8} {'ms':>8} {'GB/s':>8} {'first ms':>9}")
         asyncio.run(between_processes(f"NIXL, {kind} 0 to {last}", sizes, arguments, [0], [last]))
         if on_gpu and last:
             asyncio.run(between_processes("NIXL, GPUs 0 1 to 1 0, 2 parts", sizes, arguments, [0, 1], [1, 0]))

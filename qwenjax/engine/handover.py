@@ -10,6 +10,7 @@ which slots of the buffers a call's pages belong in, and the others acknowledge 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from qwenjax.engine.engine import Engine
 from qwenjax.kv_transfer import KVLayout
 from qwenjax.mesh import MODEL
 
+_MOST_GROUPS = 8  # of layers in a prefill: enough to hide sending, and each costs a program's launch
 PAGES_PER_COPY = (4, 16)  # that one program takes out of the cache, or puts into it: short prompts need few
 
 
@@ -58,6 +60,18 @@ def is_here(device: jax.Device) -> bool:
 def num_planes(engine: Engine) -> int:
     """Planes of a page: two for each layer, the head's included where the engine speculates."""
     return 2 * (engine.model.config.num_hidden_layers + (engine.config.num_speculative_tokens > 0))
+
+
+def layer_groups(num_layers: int) -> list[tuple[int, int]]:
+    """First layer and last + 1 of the groups that prefill runs, and stages the pages of, one after another."""
+    bounds = np.linspace(0, num_layers, min(num_layers, _MOST_GROUPS) + 1).astype(int).tolist()
+    return list(pairwise(bounds))
+
+
+def plane_bounds(engine: Engine) -> list[int]:
+    """The planes that those groups begin with, the head's layer as the last where there is one, and their number."""
+    starts = [2 * start for start, _ in layer_groups(engine.model.config.num_hidden_layers)]
+    return sorted({*starts, 2 * engine.model.config.num_hidden_layers, num_planes(engine)})
 
 
 def copies_of(num_pages: int) -> Iterator[tuple[int, int, int]]:

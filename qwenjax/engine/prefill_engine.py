@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qwenjax.cache import CACHE_SPEC, KVCache
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.engine import Engine, Program
-from qwenjax.engine.handover import PAGES_PER_COPY, copies_of
+from qwenjax.engine.handover import PAGES_PER_COPY, copies_of, layer_groups
 from qwenjax.engine.programs import Drawn, Programs, begin_prefill, finish_prefill, prefill_layers
 from qwenjax.engine.schedule import Prefill, Row
 from qwenjax.engine.sequence import Sequence
@@ -29,7 +29,6 @@ from qwenjax.sampling_params import SamplingParams
 from qwenjax.sharded_model import ShardedModel, on_ranks
 from qwenjax.tokenizer import Tokenizer
 
-_MOST_GROUPS = 8  # of layers in a prefill: enough to hide sending, and each costs a program's launch
 _WHOLE = PartitionSpec()
 _PAGES_OUT = PartitionSpec(None, MODEL)  # [pages, heads, planes, page_size, head_dim] of one data rank
 
@@ -90,9 +89,7 @@ class PrefillEngine(Engine):
         self.slots_of: Callable[[StagedPart], SequenceOf[int]] | None = None  # for several processes
         self._to_follow: tuple[int, np.ndarray] | None = None
         self.handovers: dict[str, tuple[np.ndarray, int]] = {}
-        layers = model.config.num_hidden_layers
-        bounds = np.linspace(0, layers, min(layers, _MOST_GROUPS) + 1).astype(int).tolist()
-        self._groups = list(itertools.pairwise(bounds))
+        self._groups = layer_groups(model.config.num_hidden_layers)
         self._wanted_from: dict[int, int] = {}  # by order of arrival: the first token to stage
         self._num_parts: dict[str, int] = {}
 

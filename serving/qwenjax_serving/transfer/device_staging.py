@@ -33,13 +33,14 @@ class DeviceStagingBuffer(StagingBuffer):
         num_slots: int,
         ranks: Sequence[int] | None = None,
         process: int = 0,
+        bounds: Sequence[int] | None = None,
         driver: CopyDriver | None = None,
     ) -> None:
         """devices: of every data rank those of `ranks`, None where one is another process's. A rank's part is on the
         first of them; requests of other data ranks go on from there. driver: a stand-in of tests. Raises
         DeviceMemoryError where the GPUs have no room."""
         self._devices, self._driver = devices, driver
-        super().__init__(layout, planes, head_dim, dtype, num_slots, ranks, process)
+        super().__init__(layout, planes, head_dim, dtype, num_slots, ranks, process, bounds)
         self._landing = {
             (device, size): jax.jit(
                 lambda size=size: jnp.zeros((size, *self.shape[1:]), self.dtype),
@@ -65,9 +66,10 @@ class DeviceStagingBuffer(StagingBuffer):
     def _plane_bytes(self) -> int:
         return int(np.prod(self.shape[3:])) * self.dtype.itemsize
 
-    @property
-    def _slot_bytes(self) -> int:
-        return int(np.prod(self.shape[1:])) * self.dtype.itemsize
+    def _places(self, address: int, slots: int, group: int) -> tuple[int, int]:
+        """Of a group's block in memory [slots, heads, planes, ...] at an address: its address, and a head's bytes."""
+        start, stop = self.bounds[group : group + 2]
+        return address + start * slots * self.shape[1] * self._plane_bytes, (stop - start) * self._plane_bytes
 
     def begin(self, staged: StagedPages) -> None:
         pass
@@ -80,18 +82,22 @@ class DeviceStagingBuffer(StagingBuffer):
         return found
 
     def put(self, fetched: Any, first: int, slots: Sequence[int], planes: tuple[int, int]) -> None:
-        _, heads, all_planes, *_ = self.shape
-        width, pitch = (planes[1] - planes[0]) * self._plane_bytes, all_planes * self._plane_bytes
+        num_slots, heads, *_ = self.shape
+        width = (planes[1] - planes[0]) * self._plane_bytes
         for rank, part in enumerate(self._parts):
             runs = list[tuple[int, int, int]]()
-            for place, slot in enumerate(slots, first):
-                if slot < 0:
-                    continue
-                # As many as each program takes, but for the last.
-                array = fetched[place // PAGES_PER_COPY[-1]][rank]
-                source = array.unsafe_buffer_pointer() + place % PAGES_PER_COPY[-1] * heads * width
-                target = part.address + slot * self._slot_bytes + planes[0] * self._plane_bytes
-                runs += [(source + head * width, target + head * pitch, width) for head in range(heads)]
+            for group, own, given in self._within(planes):
+                block, pitch = self._places(part.address, num_slots, group)
+                num_bytes = (own[1] - own[0]) * self._plane_bytes
+                for place, slot in enumerate(slots, first):
+                    if slot < 0:
+                        continue
+                    # As many as each program takes, but for the last.
+                    array = fetched[place // PAGES_PER_COPY[-1]][rank]
+                    source = array.unsafe_buffer_pointer() + place % PAGES_PER_COPY[-1] * heads * width
+                    source += given[0] * self._plane_bytes
+                    target = block + slot * heads * pitch + own[0] * self._plane_bytes
+                    runs += [(source + head * width, target + head * pitch, num_bytes) for head in range(heads)]
             part.copy(runs)
 
     def take_out(self, slots: Sequence[int], data_rank: int) -> DevicePages:
@@ -104,14 +110,22 @@ class DeviceStagingBuffer(StagingBuffer):
                     continue
                 # Nobody else knows this array yet: what is copied into it is as if the program had computed it.
                 array = self._landing[device, size]().block_until_ready()
-                size_in, address = self._slot_bytes, array.unsafe_buffer_pointer()
-                part.copy(
-                    (part.address + slot * size_in, address + place * size_in, size_in)
-                    for place, slot in enumerate(slots[start:stop])
-                )
+                part.copy(self._runs_out(part.address, slots[start:stop], array.unsafe_buffer_pointer()))
                 block.append(array)
             blocks.append(block)
         return DevicePages(len(slots), blocks)
+
+    def _runs_out(self, address: int, slots: Sequence[int], target: int) -> list[tuple[int, int, int]]:
+        """From a part's slots to an array [slots, heads, planes, ...]."""
+        num_slots, heads, all_planes, *_ = self.shape
+        pitch, runs = all_planes * self._plane_bytes, list[tuple[int, int, int]]()
+        for group, first in enumerate(self.bounds[:-1]):
+            block, width = self._places(address, num_slots, group)
+            rows = target + first * self._plane_bytes
+            for place, slot in enumerate(slots):
+                source, row = block + slot * heads * width, rows + place * heads * pitch
+                runs += [(source + head * width, row + head * pitch, width) for head in range(heads)]
+        return runs
 
     def copy(self, ranges: np.ndarray) -> None:
         self._parts[0].copy(ranges[:, :3])

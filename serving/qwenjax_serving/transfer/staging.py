@@ -1,15 +1,19 @@
 """Staging buffers: memory that a transfer may read or write, since JAX promises no stable address for its arrays. Host
 memory here, GPU memory in `device_staging`.
 
-A buffer is [model ranks, slots, heads, planes, page_size, head_dim]: a slot takes one page of a sequence, and a plane
-is the keys or the values of one layer (2 * layer, 2 * layer + 1). Planes lie inside a page, unlike in the cache: a page
-of a group of layers is then one run of bytes per head.
+A slot takes one page of a sequence; a plane of it is the keys or the values of one layer (2 * layer, 2 * layer + 1).
+Each model rank's part of a buffer is a block [slots, heads, planes, page_size, head_dim] for every group of layers that
+prefill stages at once, one after another: of such a group pages in neighbouring slots are one run of bytes where both
+sides have the same heads, and else a page is one run per head.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -37,12 +41,12 @@ class StagingLayout(msgspec.Struct, frozen=True):
 
     addresses: of each model rank's part in its process, 0 for one that the describing process does not have. processes:
     of the owner's the one that each rank's part is in. devices: GPUs of those processes that the parts are on, 0 for
-    host memory. row_bytes: of head_dim elements.
+    host memory. bounds: planes that groups begin with, and the number of planes. row_bytes: of head_dim elements.
     """
 
     kv_heads: int
     page_size: int
-    planes: int
+    bounds: tuple[int, ...]
     row_bytes: int
     num_slots: int
     addresses: tuple[int, ...]
@@ -53,6 +57,10 @@ class StagingLayout(msgspec.Struct, frozen=True):
     @property
     def kv(self) -> KVLayout:
         return KVLayout(self.kv_heads, self.page_size, len(self.addresses))
+
+    @property
+    def planes(self) -> int:
+        return self.bounds[-1]
 
 
 class StagingBuffer:
@@ -69,19 +77,22 @@ class StagingBuffer:
         num_slots: int,
         ranks: Sequence[int] | None = None,
         process: int = 0,
+        bounds: Sequence[int] | None = None,
     ) -> None:
         """planes: layers times two, the multi-token-prediction head's layer included. ranks: the model ranks whose
-        parts are here, by default all; process: this one, of the worker's."""
+        parts are here, by default all; process: this one, of the worker's. bounds: of the groups of planes, see
+        StagingLayout, by default one of all."""
         self.ranks = list(range(layout.ranks)) if ranks is None else list(ranks)
         self.shape = (num_slots, layout.heads_per_rank, planes, layout.page_size, head_dim)  # of each rank's part
         self.dtype = np.dtype(dtype)
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.bounds = (0, planes) if bounds is None else tuple(bounds)
+        self._free = list(range(num_slots))  # ascending
         parts = dict(zip(self.ranks, self._allocate(), strict=True))
         nowhere = Region(0, 0)
         self.layout = StagingLayout(
             layout.kv_heads,
             layout.page_size,
-            planes,
+            self.bounds,
             head_dim * self.dtype.itemsize,
             num_slots,
             tuple(parts.get(rank, nowhere).address for rank in range(layout.ranks)),
@@ -92,13 +103,29 @@ class StagingBuffer:
 
     def _allocate(self) -> list[Region]:
         """Each rank's part."""
-        self.pages = np.zeros((len(self.ranks), *self.shape), self.dtype)
-        return [Region(part.ctypes.data, part.nbytes) for part in self.pages]
+        self._memory = np.zeros((len(self.ranks), math.prod(self.shape)), self.dtype)
+        slots, heads, planes, *rest = self.shape
+        self._groups = [
+            block.reshape(len(self.ranks), slots, heads, stop - start, *rest)
+            for (start, stop), block in zip(
+                pairwise(self.bounds),
+                np.split(
+                    self._memory, [math.prod(self.shape) // planes * bound for bound in self.bounds[1:-1]], axis=1
+                ),
+                strict=True,
+            )
+        ]
+        return [Region(part.ctypes.data, part.nbytes) for part in self._memory]
+
+    @property
+    def pages(self) -> np.ndarray:
+        """[ranks, slots, heads, planes, page_size, head_dim]: the memory itself where it is one group, else a copy."""
+        return self._groups[0] if len(self._groups) == 1 else np.concatenate(self._groups, axis=3)
 
     @property
     def regions(self) -> list[Region]:
         """What a transfer may read or write."""
-        return [Region(self.pages.ctypes.data, self.pages.nbytes)]
+        return [Region(self._memory.ctypes.data, self._memory.nbytes)]
 
     def begin(self, staged: StagedPages) -> None:
         """Lets pages that are being computed be on their way to where `fetch` waits for them. From any thread."""
@@ -113,11 +140,19 @@ class StagingBuffer:
         """Copies pages from place `first` on to planes [first, last + 1) of slots; -1 for pages that are not wanted."""
         wanted = [(first + place, slot) for place, slot in enumerate(slots) if slot >= 0]
         places, places_in = [place for place, _ in wanted], [slot for _, slot in wanted]
-        self.pages[:, places_in, :, slice(*planes)] = fetched[:, places]
+        for group, own, given in self._within(planes):
+            self._groups[group][:, places_in, :, slice(*own)] = fetched[:, places, :, slice(*given)]
+
+    def _within(self, planes: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        """The groups that have some of the planes: their numbers, and which of their own and of the given those are."""
+        for group, (start, stop) in enumerate(pairwise(self.bounds)):
+            first, last = max(start, planes[0]), min(stop, planes[1])
+            if first < last:
+                yield group, (first - start, last - start), (first - planes[0], last - planes[0])
 
     def take_out(self, slots: Sequence[int], data_rank: int) -> np.ndarray | DevicePages:
         """A copy of the pages in slots, as `Arrived` has them, for a data rank. From any thread."""
-        return self.pages[:, list(slots)]
+        return np.concatenate([group[:, list(slots)] for group in self._groups], axis=3)
 
     def copy(self, ranges: np.ndarray) -> None:
         """Copies ranges (see byte_ranges) within this process, from another buffer of its kind, and waits."""
@@ -132,14 +167,19 @@ class StagingBuffer:
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` slots, or None where fewer are free."""
-        if count > len(self._free):
+        """`count` slots, neighbours where there are as many, or None where fewer are free."""
+        free = self._free
+        if count > len(free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        places = range(len(free) - count + 1) if count else range(1)
+        first = next((place for place in places if not count or free[place + count - 1] - free[place] < count), 0)
+        taken = free[first : first + count]
+        del free[first : first + count]
+        return taken
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Frees slots that `take` gave and that no transfer touches any more."""
-        self._free.extend(reversed(slots))
+        self._free = sorted([*self._free, *slots])
 
 
 def joined(layouts: Sequence[StagingLayout]) -> StagingLayout:
@@ -173,6 +213,16 @@ def byte_ranges(
     if not copies or planes[0] == planes[1]:
         return np.zeros((0, 5), np.uint64)
     table = np.array(copies, np.int64)
+    edges = sorted(
+        {*planes, *(bound for side in (source, target) for bound in side.bounds if planes[0] < bound < planes[1])}
+    )
+    return np.concatenate([_ranges_of_group(table, source, target, part) for part in pairwise(edges)])
+
+
+def _ranges_of_group(
+    table: np.ndarray, source: StagingLayout, target: StagingLayout, planes: tuple[int, int]
+) -> np.ndarray:
+    """byte_ranges for planes that lie within one group of either side."""
     tokens = table[:, 9]
     from_address = _addresses(table[:, 0:4], table[:, 8], tokens, source, planes)
     to_address = _addresses(table[:, 4:8], table[:, 8], tokens, target, planes)
@@ -204,7 +254,10 @@ def _addresses(
     copy = np.repeat(np.arange(len(heads)), heads)
     own_head = head[copy] + np.arange(len(copy)) - np.repeat(np.cumsum(heads) - heads, heads)
     plane = np.arange(*planes)
-    row = (slot[copy] * layout.kv.heads_per_rank + own_head)[:, None] * layout.planes + plane
+    group = bisect_right(layout.bounds, planes[0]) - 1
+    start, width = layout.bounds[group], layout.bounds[group + 1] - layout.bounds[group]
+    before = layout.num_slots * layout.kv.heads_per_rank * start  # planes of the groups before
+    row = before + (slot[copy] * layout.kv.heads_per_rank + own_head)[:, None] * width + plane - start
     row = row * layout.page_size + token[copy][:, None]
     base = np.array(layout.addresses, np.int64)[rank[copy]]
     return (base[:, None] + row * layout.row_bytes).reshape(-1)

@@ -16,7 +16,7 @@ import jax
 
 from qwenjax.engine.async_engine import AsyncEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import devices_for, kv_layout, num_planes, num_processes, ranks_here
+from qwenjax.engine.handover import devices_for, kv_layout, num_planes, num_processes, plane_bounds, ranks_here
 from qwenjax_serving.protocol.messages import (
     READ_TIMES,
     Failed,
@@ -271,7 +271,7 @@ def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
             f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
         )
     sizes = kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots
-    where = ranks_here(engine), jax.process_index()
+    where = ranks_here(engine), jax.process_index(), plane_bounds(engine)
     if model.mesh.devices.flat[0].platform == "cpu":
         return StagingBuffer(*sizes, *where)
     return DeviceStagingBuffer([devices_for(engine, rank) for rank in range(engine.ranks)], *sizes, *where)

@@ -16,7 +16,7 @@ from qwenjax.engine import engine as engine_module
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.decode_engine import Arrived, DecodeEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import devices_for, kv_layout, num_planes
+from qwenjax.engine.handover import devices_for, kv_layout, num_planes, plane_bounds
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
@@ -207,7 +207,7 @@ class ThroughGpuMemory(Pair):
     def buffer(self, engine: Engine) -> DeviceStagingBuffer:
         devices = [devices_for(engine, rank) for rank in range(engine.ranks)]
         sizes = num_planes(engine), engine.model.config.head_dim, engine.model.dtype, 64
-        return DeviceStagingBuffer(devices, kv_layout(engine), *sizes, driver=HostDriver())
+        return DeviceStagingBuffer(devices, kv_layout(engine), *sizes, bounds=plane_bounds(engine), driver=HostDriver())
 
     def take(self, staged: StagedPages) -> None:
         fetched, planes = self.source.fetch(staged), (staged.first_plane, staged.first_plane + staged.num_planes)
