@@ -264,10 +264,8 @@ class Engine:
             ThreadPoolExecutor(min(len(traced), os.cpu_count() or 1)) as pool,
             tqdm(total=len(traced), desc="Compiling", unit="program", disable=not progress) as bar,
         ):
+            waiting = {pool.submit(lambda t: t.lower().compile(), trace): program for program, trace in traced.items()}
             try:
-                # Lowered one after the other: it builds the GPU kernels, whose compiler is not made for threads (two
-                # that built kernels at once have ended in a segmentation fault).
-                waiting = {pool.submit(trace.lower().compile): program for program, trace in traced.items()}
                 for future in as_completed(waiting):
                     self._compiled[waiting[future]] = future.result()
                     bar.update()

@@ -16,7 +16,7 @@ from qwenjax.cache import PagedContext
 from qwenjax.engine.calls import chunk_of, lanes_of
 from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.slots import Slots, slots_specs
-from qwenjax.engine.speculate import draft
+from qwenjax.engine.speculate import draft, put_first
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.model import Qwen3Moe
 from qwenjax.sampling import TopLogprobs, sample, token_logprobs
@@ -164,9 +164,9 @@ def decode(
             slots = replace(
                 slots,
                 counts=slots.counts.add(new, drawing),
-                tokens=slots.tokens.at[:batch].set(jnp.where(drawing, new, slots.tokens[:batch])),
-                lengths=slots.lengths.at[:batch].set(jnp.where(drawing, position, slots.lengths[:batch])),
-                active=slots.active.at[:batch].set(jnp.where(drawing, goes_on, slots.active[:batch])),
+                tokens=put_first(slots.tokens, jnp.where(drawing, new, slots.tokens[:batch])),
+                lengths=put_first(slots.lengths, jnp.where(drawing, position, slots.lengths[:batch])),
+                active=put_first(slots.active, jnp.where(drawing, goes_on, slots.active[:batch])),
             )
             accepted = jax.lax.dynamic_index_in_dim(expected, row, axis=1, keepdims=False) == new
             return slots, drawn, drawing & goes_on & accepted & speculates

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from qwenjax.cache import CACHE_SPEC, KVCache, create_cache
 from qwenjax.config import ModelConfig
 from qwenjax.engine.calls import Chunk, Lanes
-from qwenjax.engine.speculate import HeadState, create_head_state, head_specs
+from qwenjax.engine.speculate import HeadState, create_head_state, head_specs, put_first
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.sampling import SamplingArrays, TokenCounts, build_arrays
 from qwenjax.sharded_model import EPOCHS_SPEC, mesh_epochs
@@ -78,7 +78,7 @@ class Slots:
         return replace(
             self,
             page_table=self.page_table.at[jnp.arange(batch)[:, None], places].set(lanes.grown, mode="drop"),
-            active=self.active.at[:batch].set(self.active[:batch] & lanes.keep),
+            active=put_first(self.active, self.active[:batch] & lanes.keep),
         )
 
 

@@ -21,6 +21,15 @@ from qwenjax.model import Qwen3Moe
 from qwenjax.sampling import SamplingArrays, TokenCounts, sample
 
 
+def put_first(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """The table with its first rows replaced, all of them or some.
+
+    `table.at[:n].set(rows)` of a whole table is a scatter at an index without elements. Where a loop carries an array
+    without elements, XLA's partitioner in JAX 0.11.2 ends in a segmentation fault.
+    """
+    return jax.lax.dynamic_update_slice_in_dim(table, rows, 0, axis=0)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadState:
@@ -63,7 +72,7 @@ class HeadState:
             padding = [(0, 0), (0, table.shape[1] - rows), *[(0, 0)] * (table.ndim - 2)]
             whole = jnp.pad(values.astype(table.dtype), padding, constant_values=rest)
             keep = jnp.where(drew.reshape(batch, *[1] * (table.ndim - 1)), whole, table[:batch])
-            return table.at[:batch].set(keep)
+            return put_first(table, keep)
 
         return replace(
             self,
