@@ -142,7 +142,9 @@ def test_without_prefill_workers_outputs_end_with_an_error(two_of_each: Cluster)
     bring_back(two_of_each, "prefill-0", "prefill-1")
 
 
-def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster, head_llm: LLM) -> None:
+def test_corrupt_messages_between_good_ones_change_nothing(
+    two_of_each: Cluster, head_llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
     requests = mixed(12, seed=3)
 
     async def noise(stop: asyncio.Event) -> int:
@@ -172,6 +174,9 @@ def test_corrupt_messages_between_good_ones_change_nothing(two_of_each: Cluster,
     for got, (prompt, params) in zip(results, requests, strict=True):
         assert_equal(got, head_llm.generate([prompt], params)[0])
     assert len(two_of_each.workers) == 4
+    refused = [record.getMessage() for record in caplog.records if "refused a message from b'noise'" in record.message]
+    assert len(refused) > 10
+    assert any("version 7" in line for line in refused)
 
 
 def resources(made: Cluster) -> dict[str, int]:
