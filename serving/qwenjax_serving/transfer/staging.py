@@ -105,16 +105,9 @@ class StagingBuffer:
         """Each rank's part."""
         self._memory = np.zeros((len(self.ranks), math.prod(self.shape)), self.dtype)
         slots, heads, planes, *rest = self.shape
-        self._groups = [
-            block.reshape(len(self.ranks), slots, heads, stop - start, *rest)
-            for (start, stop), block in zip(
-                pairwise(self.bounds),
-                np.split(
-                    self._memory, [math.prod(self.shape) // planes * bound for bound in self.bounds[1:-1]], axis=1
-                ),
-                strict=True,
-            )
-        ]
+        plane = math.prod(self.shape) // planes  # elements of one, in all slots
+        blocks = np.split(self._memory, [plane * bound for bound in self.bounds[1:-1]], axis=1)
+        self._groups = [block.reshape(len(self.ranks), slots, heads, -1, *rest) for block in blocks]
         return [Region(part.ctypes.data, part.nbytes) for part in self._memory]
 
     @property
@@ -171,8 +164,8 @@ class StagingBuffer:
         free = self._free
         if count > len(free):
             return None
-        places = range(len(free) - count + 1) if count else range(1)
-        first = next((place for place in places if not count or free[place + count - 1] - free[place] < count), 0)
+        starts = range(len(free) - count + 1)
+        first = next((place for place in starts if not count or free[place + count - 1] - free[place] < count), 0)
         taken = free[first : first + count]
         del free[first : first + count]
         return taken
