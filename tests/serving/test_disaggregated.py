@@ -105,7 +105,9 @@ def check_equal(made: Cluster, llm: LLM, count: int, speculates: bool = True) ->
         if speculates:
             assert (got.speculation and got.speculation.accepted) == (want.speculation and want.speculation.accepted)
     assert any(result.num_cached_tokens for result in results)
-    assert any(len(prompt) > made.deployment.workers[0].options["max_num_batched_tokens"] for prompt, _ in requests)
+    (first, *_) = made.deployment.workers
+    options = (first.parts or [first])[0].options
+    assert any(len(prompt) > options["max_num_batched_tokens"] for prompt, _ in requests)
     made.wait_until_idle(5)
     decode = next(worker for worker in made.workers if worker.hello.role == "decode")
     assert decode.status is not None
