@@ -52,7 +52,7 @@ class EngineOptions(TypedDict, total=False):
     on each data rank, by default what the memory allows. enable_prefix_caching: keep prompts' pages for prompts that
     begin alike, True. num_speculative_tokens: drafts of a decode step by the checkpoint's multi-token-prediction head,
     by default 1 on a GPU where it has one, else 0; speculation_max_batch: sequences on a data rank beyond which steps
-    do without, 64. revision: of a Hugging Face repo. progress: bars for loading and compiling, True.
+    do without, 256. revision: of a Hugging Face repo. progress: bars for loading and compiling, True.
     """
 
     data_parallel: int

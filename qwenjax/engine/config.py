@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-# The largest batch at which a step with a draft was timed (Qwen3-30B-A3B's shapes on an H200, bench/results/
-# engine-h200.md): 1.26 times the step without, which an acceptance above 0.26 repays. Beyond, nothing is known.
-MEASURED_SPECULATION_BATCH = 64
+# The largest batch whose steps were timed with a draft (Qwen3-30B-A3B's shapes on an H200, bench/results/
+# engine-h200.md): 1.19 times the step without, which an acceptance above 0.19 repays. Beyond, nothing is known.
+MEASURED_SPECULATION_BATCH = 256
 _SHORTEST_CHUNK = 16  # tokens; shorter prompts are padded to it
 
 
