@@ -116,6 +116,7 @@ def test_neighbouring_pages_are_one_copy() -> None:
     device, _ = buffers(layout, bounds=(0, 2, 4, 6))
     played = device._parts[0].driver
     assert isinstance(played, HostDriver)
+    played.copies.clear()
     pages = staged_pages(layout, 16, 2, seed=0)
     device.put(device.fetch(pages), 0, list(range(4, 20)), (2, 4))
     assert [each.height * each.num_bytes for each in played.copies] == [16 * 4 * 2 * 8 * WIDTH * 4]

@@ -51,6 +51,10 @@ class DeviceStagingBuffer(StagingBuffer):
             for device in {device for row in devices for device in row if device is not None}
             for size in PAGES_PER_COPY
         }
+        # What they load on the GPUs has to be there before collectives run that wait for each other.
+        for size in PAGES_PER_COPY:
+            for data_rank in range(len(devices)):
+                self.take_out(range(min(size, num_slots)), data_rank)
 
     def _allocate(self) -> list[Region]:
         num_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
