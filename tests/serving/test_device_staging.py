@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -178,6 +178,7 @@ def test_memory_beside_the_pool_is_counted_and_refused_with_the_way_out_where_th
         DeviceMemory(first, 1001, played)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([2, 3])), max_size=12),
     st.sampled_from([1, 3]),

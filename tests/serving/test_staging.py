@@ -75,6 +75,9 @@ def test_a_group_of_layers_of_neighbouring_slots_is_one_range() -> None:
     assert len(byte_ranges(plan.copies, source.layout, target.layout, (0, 4))) == 2  # of three pages and of one
     assert len(byte_ranges(plan.copies, source.layout, target.layout, (4, 6))) == 2
     halves = KVLayout(2, 4, 2)
+    sides = [StagingBuffer(halves, 6, 2, np.float32, num_slots=8, bounds=bounds).layout for _ in range(2)]
+    plan = plan_transfer(halves, halves, Pages([2, 3, 4, 7], [1, 2, 3, 5], 0, 16))
+    assert len(byte_ranges(plan.copies, *sides, (0, 4))) == 4  # the same of either rank
     other = StagingBuffer(halves, 6, 2, np.float32, num_slots=8, bounds=bounds)
     plan = plan_transfer(layout, halves, Pages([2, 3], [1, 2], 0, 8))
     assert len(byte_ranges(plan.copies, source.layout, other.layout, (0, 4))) == 4  # a page and head each

@@ -206,6 +206,7 @@ def byte_ranges(
     if not copies or planes[0] == planes[1]:
         return np.zeros((0, 5), np.uint64)
     table = np.array(copies, np.int64)
+    table = table[np.lexsort((table[:, 0], table[:, 4]))]  # by pairs of ranks, in each of which pages are neighbours
     edges = sorted(
         {*planes, *(bound for side in (source, target) for bound in side.bounds if planes[0] < bound < planes[1])}
     )
