@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, and writing to its pages. References in jnp.
 
-Three forms attend to pages: our kernel (`attention_kernel`), for decode steps; cuDNN's over copies of the pages
-(`attention_gathered`), for chunks of prompts; the reference, anywhere.
+Four forms attend to pages: our kernels, for decode steps (`attention_kernel`) and for chunks of prompts
+(`prefill_attention_kernel`); cuDNN's over copies of the pages (`attention_gathered`); the reference, anywhere.
 
 A cache is a pair of arrays [layers, pages, kv_heads, page_size, head_dim] (HND pages: heads lead, tokens are
 contiguous). Position p of a sequence lies in page page_table[p // page_size], at p % page_size.
@@ -14,10 +14,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from qwenjax_ffi import attention_gathered, attention_kernel
+from qwenjax_ffi import attention_gathered, attention_kernel, prefill_attention_kernel
 from qwenjax_ffi.implementation import Implementation, KernelUnavailableError, choose
 
-Form = Literal["kernel", "cudnn", "reference"]
+Form = Literal["kernel", "prefill_kernel", "cudnn", "reference"]
 
 _MASKED = -1e30  # far below any score, and finite: a row of padding has no key at all and must not become NaN
 
@@ -62,17 +62,18 @@ def unavailable_forms(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> d
     """Why each form that cannot run with these arguments on this machine cannot."""
     reasons: dict[Form, str | None] = {
         "kernel": attention_kernel.unavailable(q, k_cache, v_cache),
+        "prefill_kernel": prefill_attention_kernel.unavailable(q, k_cache, v_cache),
         "cudnn": attention_gathered.unavailable(q, k_cache, v_cache),
     }
     return {form: reason for form, reason in reasons.items() if reason}
 
 
 def choose_form(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, implementation: Form | Literal["auto"]) -> Form:
-    """The form that is asked for; "auto": the first that can run of our kernel, cuDNN and the reference.
+    """The form that is asked for; "auto": the first that can run of our kernels, cuDNN and the reference.
 
     Raises KernelUnavailableError where that form cannot run, ValueError for another word.
     """
-    forms: tuple[Form, ...] = ("kernel", "cudnn", "reference")
+    forms: tuple[Form, ...] = ("kernel", "prefill_kernel", "cudnn", "reference")
     unavailable = unavailable_forms(q, k_cache, v_cache)
     if implementation == "auto":
         return next(form for form in forms if form not in unavailable)
@@ -107,6 +108,8 @@ def paged_attention(
     form = choose_form(q, k_cache, v_cache, implementation)
     if form == "kernel":
         return attention_kernel.paged_attention(q, k_cache, v_cache, page_table, positions, layer)
+    if form == "prefill_kernel":
+        return prefill_attention_kernel.prefill_attention(q, k_cache, v_cache, page_table, positions, layer)
     if form == "cudnn":
         return attention_gathered.gathered_attention(q, k_cache, v_cache, page_table, positions, layer)
     batch, tokens, q_heads, head_dim = q.shape

@@ -30,7 +30,7 @@ def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
     if not q.size or not k_cache.size:
         return f"queries are {list(q.shape)} and the cache {list(k_cache.shape)}; the kernel takes no empty ones"
     if (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
-        return f"keys lie in {_told(k_cache)} and values in {_told(v_cache)}; the kernel takes both alike"
+        return f"keys lie in {told(k_cache)} and values in {told(v_cache)}; the kernel takes both alike"
     if q_heads % kv_heads:
         return f"{q_heads} query heads and {kv_heads} kv heads; the kernel takes a multiple of these"
     rows = tokens * q_heads // kv_heads
@@ -57,17 +57,17 @@ def writes_unavailable(k: jax.Array, v: jax.Array, key_cache: jax.Array, value_c
         return f"keys are {list(k.shape)} and their cache {list(key_cache.shape)}; the kernel takes no empty ones"
     if (k.shape, k.dtype, key_cache.shape) != (v.shape, v.dtype, value_cache.shape):
         return (
-            f"keys are {_told(k)} for {_told(key_cache)} and values {_told(v)} for {_told(value_cache)}; "
+            f"keys are {told(k)} for {told(key_cache)} and values {told(v)} for {told(value_cache)}; "
             "the kernel takes both alike"
         )
     if (k.shape[2], k.shape[3]) != (key_cache.shape[2], key_cache.shape[4]):
-        return f"keys are {_told(k)} for {_told(key_cache)}; the kernel writes as many heads of as many features"
+        return f"keys are {told(k)} for {told(key_cache)}; the kernel writes as many heads of as many features"
     if (row_bytes := k.shape[-1] * k.dtype.itemsize) % 16:
         return f"a head's row is {row_bytes} bytes; the kernel copies multiples of 16"
     return machine_unavailable()
 
 
-def _told(array: jax.Array) -> str:
+def told(array: jax.Array) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 

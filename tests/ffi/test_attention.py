@@ -170,7 +170,7 @@ def test_runs_double_up_to_the_longest_sequence() -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="both are there")
-@pytest.mark.parametrize("form", ["kernel", "cudnn"])
+@pytest.mark.parametrize("form", ["kernel", "prefill_kernel", "cudnn"])
 def test_a_form_without_a_gpu_is_an_error_that_says_so(form: Any) -> None:
     with pytest.raises(KernelUnavailableError, match=f"paged_attention: no {form} here: the backend is cpu"):
         paged_attention(Q, *filled_caches(), TABLE, POSITIONS, 1, implementation=form)

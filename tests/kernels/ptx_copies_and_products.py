@@ -28,6 +28,7 @@ class CopiesAndProducts:
     shared_at: Callable[[int, int], np.ndarray]
     barrier: Callable[[int], Any]
     one_lane: Callable[[np.ndarray], int]
+    tensor_copy: Callable[..., None]
     memory: GlobalMemory
     copies: list[Callable[[], None]]
 
@@ -66,6 +67,9 @@ class CopiesAndProducts:
             self.write(warp, target.strip(), np.ascontiguousarray(value), lanes)
 
     def do_cp(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        if "tensor" in parts:
+            self.tensor_copy(warp, instruction, lanes)
+            return
         if "cg" in parts:
             targets, sources = (self.addresses(warp, operand) for operand in instruction.operands[:2])
             assert instruction.operands[2:] == ["16"]

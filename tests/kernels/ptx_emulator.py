@@ -1,10 +1,11 @@
 """Runs a kernel's PTX on the CPU, for kernels whose GPU is not at hand: slow, strict, and written from the PTX ISA.
 
-It knows what the Blackwell kernels of this project, paged attention and the kernels of the experts' rows compile to:
-32-lane warps that diverge and meet again, mbarriers, the copies and warp products of `ptx_copies_and_products`, and the
-tensor instructions of `ptx_tensor_memory`. What is asynchronous on a GPU is so here: copies finish in any order, tensor
-instructions in theirs, and warps take turns, each at a speed drawn from the seed: a wait left out shows with some
-seeds, not with all. Memory begins as NaN bytes.
+It knows what the Blackwell kernels of this project, both kernels of attention and those of the experts' rows compile
+to: 32-lane warps that diverge and meet again, mbarriers, the copies and warp products of `ptx_copies_and_products`, the
+tensor instructions of `ptx_tensor_memory`, and the products and tensor copies of `ptx_warpgroup`. What is asynchronous
+on a GPU is so here, but for a warpgroup's products: copies finish in any order, tensor instructions in theirs, and
+warps take turns, each at a speed drawn from the seed: a wait left out shows with some seeds, not with all. Memory
+begins as NaN bytes.
 Wrong addresses, registers never written, misaligned accesses, warp-wide instructions without the whole warp, and
 deadlocks are errors.
 What it cannot show: how long anything takes, the rounding of the tensor core's sums, orders between memory proxies.
@@ -24,6 +25,7 @@ import numpy as np
 
 from tests.kernels.ptx_copies_and_products import CopiesAndProducts
 from tests.kernels.ptx_tensor_memory import LANES, EmulationError, TensorMemory
+from tests.kernels.ptx_warpgroup import TensorMap, WarpgroupProducts
 
 SHARED_BASE = 1024
 SHARED_BYTES = 227 * 1024
@@ -168,7 +170,7 @@ class Warp:
         return bool((self.pcs == EXITED).all())
 
 
-class Block(TensorMemory, CopiesAndProducts):
+class Block(TensorMemory, CopiesAndProducts, WarpgroupProducts):
     """One block of a launch."""
 
     def __init__(
@@ -178,7 +180,9 @@ class Block(TensorMemory, CopiesAndProducts):
         self.program, self.memory, self.arguments, self.index = program, memory, arguments, index
         self.shared = np.full(SHARED_BASE + SHARED_BYTES, 0xFF, np.uint8)
         self.barriers: dict[int, Barrier] = {}
+        self.arrived: dict[tuple[int, int], int] = {}  # threads at named barriers that went on
         self.copies: list[Callable[[], None]] = []
+        self.maps: list[TensorMap] = []
         self.warps = [Warp(index) for index in range(program.threads // LANES)]
         self.random = random.Random(seed)
         # Of the warps, the tensor core and the copies: some do next to nothing until the others wait for them.
@@ -225,7 +229,8 @@ class Block(TensorMemory, CopiesAndProducts):
     def release_barrier(self) -> None:
         for key in {warp.at_barrier for warp in self.warps if warp.at_barrier}:
             there = [warp for warp in self.warps if warp.at_barrier == key]
-            if len(there) * LANES == key[1]:
+            if len(there) * LANES + self.arrived.get(key, 0) == key[1]:
+                self.arrived.pop(key, None)
                 for warp in there:
                     warp.at_barrier = None
 
@@ -261,6 +266,8 @@ class Block(TensorMemory, CopiesAndProducts):
             "%ctaid.y": lambda: np.full(LANES, self.index[1]),
             "__dynamic_shmem__0": lambda: np.full(LANES, SHARED_BASE),
         }
+        if operand in self.arguments:  # the address of a parameter: tensor maps are numbered
+            return np.frombuffer(self.arguments[operand][:8], np.uint64).repeat(LANES)
         if operand in special:
             return special[operand]().astype(numpy_type)
         if re.fullmatch(r"0f[0-9A-F]{8}", operand):
@@ -489,9 +496,9 @@ class Block(TensorMemory, CopiesAndProducts):
         self.write(warp, instruction.operands[0], value[source], lanes)
 
     def do_redux(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
-        assert parts[2] == "max"
         value = self.read(warp, instruction.operands[1], instruction.dtype)
-        self.write(warp, instruction.operands[0], np.full(LANES, value.max(), value.dtype), lanes)
+        result = {"max": np.max, "min": np.min}[parts[2]](value)
+        self.write(warp, instruction.operands[0], np.full(LANES, result, value.dtype), lanes)
 
     def do_vote(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         bits = int(sum(1 << lane for lane in np.flatnonzero(self.read(warp, instruction.operands[1], "pred"))))
@@ -506,7 +513,11 @@ class Block(TensorMemory, CopiesAndProducts):
         if parts[1] == "warp":
             return
         numbers = [int(self.read(warp, operand, "u32")[0]) for operand in instruction.operands]
-        warp.at_barrier = (numbers[0], numbers[1] if len(numbers) > 1 else self.program.threads)
+        key = (numbers[0], numbers[1] if len(numbers) > 1 else self.program.threads)
+        if parts[1] == "arrive":
+            self.arrived[key] = self.arrived.get(key, 0) + LANES
+        else:
+            warp.at_barrier = key
 
     def do_griddepcontrol(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         """Kernels run one after the other here."""
@@ -574,26 +585,39 @@ class Block(TensorMemory, CopiesAndProducts):
         """A wait that is over: `can_run` said so."""
 
 
-def launch(ptx: str, buffers: Sequence[Buffer], grid: tuple[int, int], seed: int = 0, kernel: str = "") -> set[str]:
+def launch(
+    ptx: str,
+    buffers: Sequence[Buffer],
+    grid: tuple[int, int],
+    seed: int = 0,
+    kernel: str = "",
+    maps: Sequence[TensorMap] = (),
+) -> set[str]:
     """Runs a kernel over its grid; of several in a module, the one that `kernel` names.
 
-    Its 8-byte aligned parameters are tensors, in the order of `buffers`, which it writes to; the others are flags of
-    the product that are off.
+    Its 8-byte aligned parameters are tensors, in the order of `buffers`, which it writes to, those of 64 tensor maps,
+    in the order of `maps`; the others are flags of the product that are off.
 
     Returns the names of the instructions that were executed.
     """
     program = parse(ptx, kernel)
     memory = GlobalMemory(list(buffers))
-    pointers = iter(memory.address(index) for index in range(len(buffers)))
+    first_words = {
+        8: iter(memory.address(index) for index in range(len(buffers))),
+        64: iter(range(1, len(maps) + 1)),
+    }
     arguments = {
-        name: next(pointers).to_bytes(8, "little") + b"\xff" * (size - 8) if alignment == 8 else bytes(size)
+        name: next(first_words[alignment]).to_bytes(8, "little") + b"\xff" * (size - 8)
+        if alignment in first_words
+        else bytes(size)
         for name, alignment, size in program.parameters
     }
-    assert next(pointers, None) is None, program.parameters
+    assert all(next(words, None) is None for words in first_words.values()), program.parameters
     executed: set[str] = set()
     for y in range(grid[1]):
         for x in range(grid[0]):
             block = Block(program, memory, arguments, (x, y), seed * 1000 + y * grid[0] + x)
+            block.maps = list(maps)
             block.run()
             executed |= block.executed
     return executed
