@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _BEAT = 0.5  # seconds between two signs of life; routers wait for several
 _HELLO_AGAIN = 2.0  # seconds without a Welcome after which a Hello is repeated
 _ROUTER_SILENCE = 10.0  # seconds after which what runs for a router is let go
+# An H200 prefills 44,646 of Qwen3-30B-A3B's in a second (bench/results/engine-h200.md), and prompts hold their slots
+# until the decode worker has run with them: with fewer, where sequences are short, prefill would wait for slots.
+_TOKENS_IN_FLIGHT = 32_768
 LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
 
 
@@ -62,8 +65,8 @@ class Worker(ABC):
         staging_pages: int | None = None,
         transport: Callable[[str], NixlTransport | LocalTransport] = NixlTransport,
     ) -> None:
-        """fingerprint: of the checkpoint. staging_pages: of the buffer that pages travel through, by default those of
-        two longest sequences. transport: made with the worker's instance when it runs."""
+        """fingerprint: of the checkpoint. staging_pages: of the buffer that pages travel through, by default as
+        make_staging says. transport: made with the worker's instance when it runs."""
         self.name, self.instance = name, f"{name}-{uuid.uuid4().hex[:12]}"
         self.staging = make_staging(engine, staging_pages)
         self.peers: Peers | None = None
@@ -262,17 +265,20 @@ class Worker(ABC):
 
 def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
     """A buffer for the parts of pages that this process has, in GPU memory where its devices are GPUs. num_slots: by
-    default those of two longest sequences. Raises ValueError for fewer than those of one, DeviceMemoryError where
-    there is no room."""
+    default those of two longest sequences, and on GPUs of 32,768 tokens at least. Raises ValueError for fewer than
+    those of one sequence, DeviceMemoryError where there is no room."""
     config, model = engine.config, engine.model
-    slots = 2 * config.max_pages if num_slots is None else num_slots
+    on_gpus = model.mesh.devices.flat[0].platform != "cpu"
+    slots = num_slots
+    if slots is None:
+        slots = max(2 * config.max_pages, config.pages_for(_TOKENS_IN_FLIGHT) if on_gpus else 0)
     if slots < config.max_pages:
         raise ValueError(
             f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
         )
     sizes = kv_layout(engine), num_planes(engine), model.config.head_dim, model.dtype, slots
     where = ranks_here(engine), jax.process_index(), plane_bounds(engine)
-    if model.mesh.devices.flat[0].platform == "cpu":
+    if not on_gpus:
         return StagingBuffer(*sizes, *where)
     return DeviceStagingBuffer([devices_for(engine, rank) for rank in range(engine.ranks)], *sizes, *where)
 
