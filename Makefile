@@ -53,7 +53,7 @@ unit: .venv/.dev
 # What a release of JAX can break: operations, mesh, model, loading, engine, training. The rest of the tests runs on
 # Python 3.11 alone, since CI has 20 minutes.
 CORE := $(addprefix tests/ffi/test_,$(addsuffix .py,activations attention collectives expert_parallel \
-	experts_training grouped_gemm_reference linear norm routing weights)) \
+	grouped_gemm_reference linear norm routing weights)) \
 	$(addprefix tests/qwenjax/,$(addsuffix .py,engine/test_engine sampling/test_sample \
 	train/test_loop test_load test_mesh test_model test_mtp test_orbax))
 

@@ -54,7 +54,7 @@ class KilledError(Exception):
     """Stands for a kill in the middle of a run."""
 
 
-@pytest.mark.parametrize("kind", ["base", "head"])
+@pytest.mark.parametrize("kind", [pytest.param("base", marks=pytest.mark.slow), "head"])
 def test_killed_and_resumed_equals_uninterrupted(
     tokens: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
