@@ -18,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from qwenjax.cache import AttentionContext
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_references
-from qwenjax.rope import cos_sin, inverse_frequencies, rotate
+from qwenjax.rope import cos_sin, inverse_frequencies
 from qwenjax_ffi.activations import ActivationFormat
+from qwenjax_ffi.attention_inputs import attention_inputs
 from qwenjax_ffi.collectives import all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.expert_parallel import (
     ExpertWeights,
@@ -27,12 +28,13 @@ from qwenjax_ffi.expert_parallel import (
     moe_replicated_tokens_rms_norm,
     moe_sharded_tokens,
 )
-from qwenjax_ffi.linear import linear
+from qwenjax_ffi.linear import linear, linear_side_by_side
 from qwenjax_ffi.norm import add_rms_norm, rms_norm
 from qwenjax_ffi.routing import top_k_experts
 
 Context = TypeVar("Context", bound=AttentionContext)
 
+_LAYERS_TOGETHER = None
 _INIT_STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
 
 
@@ -97,34 +99,35 @@ class Attention(nnx.Module):
         self, x: jax.Array, layer: jax.Array, rotary: tuple[jax.Array, jax.Array], context: Context
     ) -> tuple[jax.Array, Context]:
         """What this rank's heads add to the layer's output, without the bias."""
-        q = self._heads(self._linear(x, self.q_proj, layer, self.q_bias))
-        k = self._kv_heads(self._linear(x, self.k_proj, layer, self.k_bias))
-        v = self._kv_heads(self._linear(x, self.v_proj, layer, self.v_bias))
-        q = rotate(rms_norm(q, self.q_norm[layer], self.eps), *rotary)
-        k = rotate(rms_norm(k, self.k_norm[layer], self.eps), *rotary)
-        out, context = context.attend(q, k, v, layer)
+        projections = [(self.q_proj, self.q_bias), (self.k_proj, self.k_bias), (self.v_proj, self.v_bias)]
+        weights = [weight[...] for weight, _ in projections]
+        if self.q_bias is None:
+            qkv = linear_side_by_side(x, weights, layer, activation_format=self.activation_format)
+        else:
+            qkv = jnp.concatenate([self._linear(x, weight, layer, bias) for weight, bias in projections], axis=-1)
+        kv_heads = weights[1].shape[-2] // self.head_dim
+        norms = self.q_norm[...], self.k_norm[...]
+        q, k, v = attention_inputs(qkv, *norms, layer, self.eps, *rotary, kv_heads)
+        out, context = context.attend(q, self._shared_head(k), self._shared_head(v), layer)
         return self._linear(out.reshape(*x.shape[:2], -1), self.o_proj, layer), context
 
     def add_and_norm(
-        self, x: jax.Array, out: jax.Array, layer: jax.Array, weight: jax.Array, epochs: jax.Array
+        self, x: jax.Array, out: jax.Array, layer: jax.Array, weights: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + the sum of all ranks' `local` results, its RMSNorm times weight, and the epochs."""
+        """x + the sum of all ranks' `local` results, its RMSNorm times weights[layer], and the epochs."""
         if self.o_bias is None:
-            return all_reduce_rms_norm(out, x, weight, self.eps, MODEL, epochs)
+            return all_reduce_rms_norm(out, x, weights, self.eps, MODEL, epochs, layer)
         out, epochs = all_reduce(out, MODEL, epochs)
-        return *add_rms_norm(x, out + self.o_bias[layer], weight, self.eps), epochs
+        return *add_rms_norm(x, out + self.o_bias[layer], weights, self.eps, layer), epochs
 
     def _linear(self, x: jax.Array, weight: nnx.Param, layer: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
         return linear(x, weight[...], layer, _value(bias), activation_format=self.activation_format)
 
-    def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
-
-    def _kv_heads(self, x: jax.Array) -> jax.Array:
+    def _shared_head(self, heads: jax.Array) -> jax.Array:
+        """Of [batch, tokens, kv_heads, head_dim] on every rank, the one that this rank's query heads share."""
         if self.ranks_per_kv_head == 1:
-            return self._heads(x)
-        head = jax.lax.axis_index(MODEL) // self.ranks_per_kv_head
-        return jax.lax.dynamic_slice_in_dim(self._heads(x), head, 1, axis=2)
+            return heads
+        return jax.lax.dynamic_slice_in_dim(heads, jax.lax.axis_index(MODEL) // self.ranks_per_kv_head, 1, axis=2)
 
 
 class SparseExperts(nnx.Module):
@@ -159,16 +162,23 @@ class SparseExperts(nnx.Module):
         return out.reshape(x.shape), epochs
 
     def add_and_norm(
-        self, x: jax.Array, normed: jax.Array, valid: jax.Array, index: jax.Array, weight: jax.Array, epochs: jax.Array
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        valid: jax.Array,
+        index: jax.Array,
+        norms: jax.Array,
+        layer: jax.Array,
+        epochs: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + the experts' results for normed, its RMSNorm times weight, and the epochs."""
+        """x + the experts' results for normed, its RMSNorm times norms[layer], and the epochs."""
         if self.data_ranks > 1:
             out, epochs = self(normed, valid, index, epochs)
-            return *add_rms_norm(x, out, weight, self.eps), epochs
+            return *add_rms_norm(x, out, norms, self.eps, layer), epochs
         tokens, ids, weights, experts = self._routed(normed, valid, index)
         total, total_normed, epochs = moe_replicated_tokens_rms_norm(
-            tokens, ids, weights, experts, (DATA, MODEL), x.reshape(tokens.shape), weight, self.eps, epochs,
-            self.activation_format,
+            tokens, ids, weights, experts, (DATA, MODEL), x.reshape(tokens.shape), norms, self.eps, epochs,
+            self.activation_format, layer,
         )  # fmt: skip
         return total.reshape(x.shape), total_normed.reshape(x.shape), epochs
 
@@ -178,8 +188,7 @@ class SparseExperts(nnx.Module):
         """The tokens [batch * tokens, hidden], their experts and routing weights, and the experts of this rank."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = linear(tokens, self.router[...], index, out_dtype=jnp.float32)
-        weights, ids = top_k_experts(logits, self.top_k, self.norm_topk_prob)
-        ids = jnp.where(valid.reshape(-1, 1), ids, -1)
+        weights, ids = top_k_experts(logits, self.top_k, self.norm_topk_prob, valid.reshape(-1))
         return tokens, ids, weights, ExpertWeights(self.w13[...], self.w2[...], index)
 
 
@@ -198,15 +207,16 @@ class DenseMLP(nnx.Module):
         return all_reduce(self._local(x, index), MODEL, epochs)
 
     def add_and_norm(
-        self, x: jax.Array, normed: jax.Array, index: jax.Array, weight: jax.Array, epochs: jax.Array
+        self, x: jax.Array, normed: jax.Array, index: jax.Array, norms: jax.Array, layer: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + the MLP's result for normed, its RMSNorm times weight, and the epochs."""
-        return all_reduce_rms_norm(self._local(normed, index), x, weight, self.eps, MODEL, epochs)
+        """x + the MLP's result for normed, its RMSNorm times norms[layer], and the epochs."""
+        return all_reduce_rms_norm(self._local(normed, index), x, norms, self.eps, MODEL, epochs, layer)
 
     def _local(self, x: jax.Array, index: jax.Array) -> jax.Array:
         kept_as = self.activation_format
-        gate = linear(x, self.gate_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
-        up = linear(x, self.up_proj[...], index, out_dtype=jnp.float32, activation_format=kept_as)
+        weights = [self.gate_proj[...], self.up_proj[...]]
+        both = linear_side_by_side(x, weights, index, out_dtype=jnp.float32, activation_format=kept_as)
+        gate, up = jnp.split(both, 2, axis=-1)
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
         return linear(hidden, self.down_proj[...], index, activation_format=kept_as)
 
@@ -271,21 +281,22 @@ class Qwen3Moe(nnx.Module):
         index_in_stack = jnp.asarray(np.where(is_sparse, np.cumsum(is_sparse), np.cumsum(~is_sparse)) - 1, jnp.int32)
 
         # What a layer's sum is normalised with is the next layer's, so that one operation adds and normalises it.
-        next_norm = jnp.concatenate([self.input_norm[1:], self.norm[None]])
+        next_norms = jnp.concatenate([self.input_norm[1:], self.norm[None]])
 
         def feed_forward(
             x: jax.Array, normed: jax.Array, layer: jax.Array, epochs: jax.Array
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            index, weight, experts, mlp = index_in_stack[layer], next_norm[layer], self.experts, self.mlp
+            experts, mlp = self.experts, self.mlp
             if experts is None:
                 assert mlp is not None
-                return mlp.add_and_norm(x, normed, index, weight, epochs)
+                return mlp.add_and_norm(x, normed, layer, next_norms, layer, epochs)
             if mlp is None:
-                return experts.add_and_norm(x, normed, valid, index, weight, epochs)
+                return experts.add_and_norm(x, normed, valid, layer, next_norms, layer, epochs)
+            index = index_in_stack[layer]
             return jax.lax.cond(
                 jnp.asarray(is_sparse)[layer],
-                lambda: experts.add_and_norm(x, normed, valid, index, weight, epochs),
-                lambda: mlp.add_and_norm(x, normed, index, weight, epochs),
+                lambda: experts.add_and_norm(x, normed, valid, index, next_norms, layer, epochs),
+                lambda: mlp.add_and_norm(x, normed, index, next_norms, layer, epochs),
             )
 
         def block(
@@ -293,12 +304,13 @@ class Qwen3Moe(nnx.Module):
         ) -> tuple[jax.Array, jax.Array, Context, jax.Array]:
             x, normed, context, epochs = carry
             out, context = self.attention.local(normed, layer, rotary, context)
-            x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[layer], epochs)
+            x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[...], epochs)
             x, normed, epochs = feed_forward(x, normed, layer, epochs)
             return x, normed, context, epochs
 
         normed = rms_norm(x, self.input_norm[start], config.rms_norm_eps)
-        x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs))
+        together = _LAYERS_TOGETHER if isinstance(start, int) and isinstance(stop, int) else None
+        x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs), unroll=together)
         return x, context, epochs
 
     def normalised(self, x: jax.Array) -> jax.Array:

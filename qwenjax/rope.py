@@ -44,13 +44,3 @@ def cos_sin(positions: jax.Array, frequencies: np.ndarray, attention_factor: flo
     """
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + head_dim / 2) of each head, in float32.
-
-    x: [batch, tokens, heads, head_dim]; cos, sin: float32 [batch, tokens, head_dim / 2].
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

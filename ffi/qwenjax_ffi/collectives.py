@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax_ffi import all_reduce_kernel as kernels
 from qwenjax_ffi.all_reduce_choice import choose_algorithm
-from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi.implementation import Implementation, choose, with_gradient
 from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
 from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
+from qwenjax_ffi.weights import select_layer
 from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, RANK_WORD, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
 
 logger = logging.getLogger(__name__)
@@ -184,13 +185,16 @@ def all_reduce_rms_norm(
     eps: float,
     axis_name: AxisName,
     epochs: jax.Array,
+    layer: jax.Array | int | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """residual + the sum of x over the ranks of `axis_name`, and its RMSNorm: what follows attention in a layer.
 
-    x, residual: [..., features]; weight: [features], all of one dtype. Returns (residual + sum, its norm times weight,
-    the advanced epochs); the sum is rounded to x's dtype before it is added, as where the three are called apart.
+    x, residual: [..., features]; weight: [features], or a stack [layers, features] of which `layer` (int32 [1] or
+    scalar) is taken, all of one dtype. Returns (residual + sum, its norm times weight, the advanced epochs); the sum is
+    rounded to x's dtype before it is added, as where the three are called apart. On an axis of one rank it is
+    `norm.add_rms_norm`.
     """
     heap, why = _kernel_for(x, axis_name, epochs)
     row_bytes = x.shape[-1] * x.dtype.itemsize
@@ -198,14 +202,17 @@ def all_reduce_rms_norm(
         why = f"x is {x.dtype}, the residual {residual.dtype} and the weight {weight.dtype}; the kernel takes one dtype"
     if why is None and (x.size == 0 or row_bytes % VECTOR or row_bytes > TILE_BYTES):
         why = f"x is {list(x.shape)}: rows of {row_bytes} bytes; the kernel takes multiples of {VECTOR} to {TILE_BYTES}"
-    if residual.shape != x.shape or weight.shape != x.shape[-1:]:
+    if residual.shape != x.shape or weight.shape[-1:] != x.shape[-1:] or weight.ndim != (1 if layer is None else 2):
         raise ValueError(f"residual {residual.shape} and weight {weight.shape} do not fit x {x.shape}")
+    if jax.lax.axis_size(axis_name) == 1 and implementation != "kernel":
+        return *add_rms_norm(residual, x, weight, eps, layer, implementation=implementation), epochs
+    weight = select_layer(weight, layer)
 
     def apart(
         summing: Implementation, x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         total, epochs = all_reduce(x, axis_name, epochs, implementation=summing)
-        return *add_rms_norm(residual, total, weight, eps), epochs
+        return *add_rms_norm(residual, total, weight, eps, implementation="reference"), epochs
 
     if choose("all_reduce_rms_norm", implementation, why) == "reference":
         return apart(implementation, x, residual, weight, epochs)
@@ -238,13 +245,3 @@ def _kernel_for(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[H
     if x.size >= 1 << 31:
         return None, f"x has {x.size:,} elements, the kernel takes fewer than 2^31"
     return heap, None
-
-
-def with_gradient(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, differentiated as the reference is."""
-    call = jax.custom_vjp(kernel)
-    call.defvjp(
-        lambda *arguments: (kernel(*arguments), arguments),
-        lambda arguments, cotangents: jax.vjp(reference, *arguments)[1](cotangents),
-    )
-    return call

@@ -112,13 +112,15 @@ def moe_replicated_tokens_rms_norm(
     eps: float,
     epochs: jax.Array,
     activation_format: ActivationFormat = "model",
+    norm_layer: jax.Array | int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """residual + what `moe_replicated_tokens` returns, its RMSNorm times norm_weight, and the advanced epochs.
 
-    residual: [tokens, hidden]; norm_weight: [hidden], as `collectives.all_reduce_rms_norm` takes them.
+    residual: [tokens, hidden]; norm_weight: [hidden], or a stack of which norm_layer is taken, as
+    `collectives.all_reduce_rms_norm` takes them.
     """
     partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
-    return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs)
+    return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs, norm_layer)
 
 
 def _of_this_rank(

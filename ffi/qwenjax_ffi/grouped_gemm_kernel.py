@@ -9,6 +9,7 @@ before.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,6 +74,42 @@ def grouped_gemm(
     return _call("plain", x, weight, group_sizes, None, None, layer, x.shape[0], dtype, tile)
 
 
+def side_by_side(
+    x: jax.Array,
+    weights: Sequence[PackedMXFP8Weight],
+    layer: jax.Array | int | None = None,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """The products of x with several matrices in one launch: [rows, outputs of the first, of the second, ...].
+
+    x: bfloat16 [rows, in]; weights: [out, in] each, or with `layer` [layers, out, in]; `apart` says which will do.
+    out_dtype is bfloat16 (default) or float32.
+    """
+    if reason := apart(weights):
+        raise ValueError(f"side_by_side: {reason}")
+    for weight in weights:
+        _check_weight("plain", weight)
+        if weight.ndim != (2 if layer is None else 3) or weight.shape[-1] != weights[0].shape[-1]:
+            shapes = [list(weight.shape) for weight in weights]
+            raise ValueError(f"side_by_side takes matrices of one input, stacked where a layer is given; not {shapes}")
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    data = tuple(jnp.expand_dims(weight.data, -4) for weight in weights)
+    widths = tuple(weight.shape[-2] for weight in weights)
+    sizes = jnp.full(1, x.shape[0], jnp.int32)
+    k = weights[0].shape[-1]
+    return _launch("plain", x, data, True, k, widths, 1, sizes, None, None, layer, x.shape[0], dtype, tile)
+
+
+def apart(weights: Sequence[PackedMXFP8Weight]) -> str | None:
+    """Why `side_by_side` cannot take these weights on any machine; None where it can."""
+    ragged = [weight.shape[-2] for weight in weights[:-1] if weight.shape[-2] % fragments.UNIT_ROWS]
+    if ragged:
+        return f"a weight before the last has {ragged[0]} outputs; it takes multiples of {fragments.UNIT_ROWS} there"
+    return None
+
+
 def moe_gate_up(
     x: jax.Array,
     row_token: jax.Array,
@@ -118,8 +155,26 @@ def _call(
     dtype: jnp.dtype,
     tile: Tile | None,
 ) -> jax.Array:
-    row_order: RowOrder = "gate_up" if epilogue == "swiglu" else "plain"
+    _check_weight(epilogue, weight)
+    dims = 3 if layer is None else 4
+    if weight.ndim != dims:
+        raise ValueError(
+            f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes"
+        )
+    num_groups, outputs, k = weight.shape[-3:]
+    _check_vector("group_sizes", group_sizes, num_groups, jnp.int32)
+    # A packed stack is found by its address; TMA needs to know how many matrices there are.
     is_packed = isinstance(weight, PackedMXFP8Weight)
+    layers = 1 if is_packed or layer is None else weight.shape[0]
+    data = weight.data if isinstance(weight, PackedMXFP8Weight) else weight
+    widths = (outputs // 2 if epilogue == "swiglu" else outputs,)
+    return _launch(
+        epilogue, x, data, is_packed, k, widths, layers, group_sizes, row_token, row_weight, layer, rows, dtype, tile
+    )
+
+
+def _check_weight(epilogue: Epilogue, weight: KernelWeight) -> None:
+    row_order: RowOrder = "gate_up" if epilogue == "swiglu" else "plain"
     if isinstance(weight, PackedMXFP8Weight):
         if weight.row_order != row_order:
             raise TypeError(f"the {epilogue} kernel takes a weight of row order {row_order!r}, not {weight!r}")
@@ -129,18 +184,30 @@ def _call(
             raise ValueError(f"weight is packed in {weight.parts} parts, one for each rank; the kernel takes a rank's")
     elif not isinstance(weight, jax.Array) or weight.dtype != jnp.bfloat16:
         raise TypeError(f"the {epilogue} kernel takes {_TAKES}, not {weight!r}")
-    dims = 3 if layer is None else 4
-    if weight.ndim != dims:
-        raise ValueError(
-            f"weight has shape {weight.shape}; with layer={'None' if dims == 3 else 'given'} it has {dims} axes"
-        )
-    num_groups, outputs, k = weight.shape[-3:]
+
+
+def _launch(
+    epilogue: Epilogue,
+    x: jax.Array,
+    data: jax.Array | tuple[jax.Array, ...],
+    is_packed: bool,
+    k: int,
+    widths: tuple[int, ...],
+    layers: int,
+    group_sizes: jax.Array,
+    row_token: jax.Array | None,
+    row_weight: jax.Array | None,
+    layer: jax.Array | int | None,
+    rows: int,
+    dtype: jnp.dtype,
+    tile: Tile | None,
+) -> jax.Array:
+    """widths: the outputs of each weight in `data`; those of several stand side by side in the result."""
     if x.ndim != 2 or x.shape[1] != k or x.dtype != jnp.bfloat16:
         raise ValueError(f"x is {x.dtype}{list(x.shape)}; it must be bfloat16[rows, {k}]")
-    _check_vector("group_sizes", group_sizes, num_groups, jnp.int32)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the kernel writes bfloat16 or float32, not {dtype}")
-    width = outputs // 2 if epilogue == "swiglu" else outputs
+    width, num_groups = sum(widths), group_sizes.shape[0]
     if width % (2 if is_packed else 8):
         raise ValueError(f"the kernel stores {'pairs' if is_packed else 'eights'}: {width} outputs a row do not divide")
     fragment_rows = 2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width
@@ -148,9 +215,7 @@ def _call(
     if tile is None:
         row_units, _ = fragments.units(fragment_rows, k)
         tile = choose_tile(rows, num_groups, row_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
-    # A packed stack is found by its address; TMA needs to know how many matrices there are.
-    layers = 1 if is_packed or layer is None else weight.shape[0]
-    problem = (is_packed, k, width, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
+    problem = (is_packed, k, widths, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
     index = None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
     from cutlass.jax import cutlass_call
 
@@ -159,7 +224,6 @@ def _call(
         output_shape_dtype=jax.ShapeDtypeStruct((rows, width), dtype),
         compile_key=("qwenjax grouped_gemm_sm90", *problem),
     )
-    data = weight.data if isinstance(weight, PackedMXFP8Weight) else weight
     return call(x, data, group_sizes, row_token, row_weight, index)
 
 
@@ -167,7 +231,7 @@ def _call(
 def _launcher(
     is_packed: bool,
     k: int,
-    width: int,
+    widths: tuple[int, ...],
     num_groups: int,
     epilogue: Epilogue,
     tile: Tile,
@@ -181,16 +245,17 @@ def _launcher(
     from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90
     from qwenjax_kernels.grouped_gemm_sm90_mxfp8 import MXFP8GroupedGemmSm90
 
-    kernel = (MXFP8GroupedGemmSm90 if is_packed else BF16GroupedGemmSm90)(
-        k=k,
-        width=width,
-        num_groups=num_groups,
-        epilogue=epilogue,
-        tile=tile,
-        num_sms=num_sms,
-        float32_out=float32_out,
-        layers=layers,
-    )
+    problem: dict[str, Any] = {
+        "k": k,
+        "width": sum(widths),
+        "num_groups": num_groups,
+        "epilogue": epilogue,
+        "tile": tile,
+        "num_sms": num_sms,
+        "float32_out": float32_out,
+        "layers": layers,
+    }
+    kernel = MXFP8GroupedGemmSm90(widths=widths, **problem) if is_packed else BF16GroupedGemmSm90(**problem)
 
     @cute.jit
     def launch(stream, x, weights, group_sizes, row_token, row_weight, layer, out):  # type: ignore[no-untyped-def]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import jax
 
@@ -45,3 +45,13 @@ def gpu_unavailable(capabilities: Collection[str], generation: str) -> str | Non
         wanted = f"{' and '.join(capabilities)} ({generation})"
         return f"the GPU has compute capability {capability}, the kernel is for {wanted}"
     return None
+
+
+def with_gradient(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, differentiated as the reference is."""
+    call = jax.custom_vjp(kernel)
+    call.defvjp(
+        lambda *arguments: (kernel(*arguments), arguments),
+        lambda arguments, cotangents: jax.vjp(reference, *arguments)[1](cotangents),
+    )
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -53,6 +54,40 @@ def linear(
         assert isinstance(chosen, jax.Array)
         y = y + chosen.astype(jnp.float32)
     return y.astype(dtype)
+
+
+def linear_side_by_side(
+    x: jax.Array,
+    weights: Sequence[AnyWeight],
+    layer: jax.Array | int | None = None,
+    out_dtype: jnp.dtype | None = None,
+    activation_format: ActivationFormat = "model",
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Several linear layers of one input, without biases: [..., outputs of the first, then of the second, ...].
+
+    Arguments and result as `linear`'s. "auto" runs the kernel in one launch where all weights are packed for Hopper and
+    lie in whole units of 64 outputs, but for the last; where they do not, each layer by itself, as `linear` chooses.
+    """
+    why = next(
+        (
+            f"the weight is {type(weight).__name__}, the kernel is for PackedMXFP8Weight of layout 'fragments'"
+            for weight in weights
+            if not isinstance(weight, PackedMXFP8Weight) or weight.layout != "fragments"
+        ),
+        None,
+    )
+    packed = [weight for weight in weights if isinstance(weight, PackedMXFP8Weight)]
+    reasons = (kernel.unavailable(x, weight, activation_format=activation_format) for weight in packed)
+    why = why or kernel.apart(packed) or next(filter(None, reasons), None)
+    if implementation == "kernel" or (implementation == "auto" and why is None):
+        choose("linear_side_by_side", implementation, why)
+        dtype = jnp.dtype(out_dtype or x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        y = kernel.side_by_side(rows, packed, layer, out_dtype=kernel.kernel_dtype(dtype))
+        return y.reshape(*x.shape[:-1], -1).astype(dtype)
+    apart = [linear(x, weight, layer, None, out_dtype, activation_format, implementation) for weight in weights]
+    return jnp.concatenate(apart, axis=-1)
 
 
 def _one_group(

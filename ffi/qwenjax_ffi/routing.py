@@ -8,21 +8,42 @@ import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import expert_rows_kernel as kernels
-from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi import token_kernels
+from qwenjax_ffi.implementation import Implementation, choose, with_gradient
 
 
-def top_k_experts(logits: jax.Array, top_k: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
+def top_k_experts(
+    logits: jax.Array,
+    top_k: int,
+    normalise: bool,
+    valid: jax.Array | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
     """Qwen3-MoE's router: softmax over all experts in float32, then the top k.
 
-    logits: float32 [tokens, experts]. Returns weights float32 [tokens, top_k], divided by their sum where
-    `normalise`, and ids int32 [tokens, top_k]. Ties go to the lowest id; a token's ids are distinct whatever the
-    logits are (NaN, infinite, all equal).
+    logits: [tokens, experts]; valid: bool or int32 [tokens], false for padding (default: none is). Returns weights
+    float32 [tokens, top_k], divided by their sum where `normalise`, and ids int32 [tokens, top_k], -1 for padding. Ties
+    go to the lowest id; a token's ids are distinct whatever the logits are (NaN, infinite, all equal). The kernel takes
+    probabilities below 2^-126 for zeros.
     """
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, ids = jax.lax.top_k(probabilities, top_k)
-    if normalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, ids.astype(jnp.int32)
+    logits = logits.astype(jnp.float32)
+    if valid is None:
+        valid = jnp.ones(logits.shape[0], jnp.int32)
+    valid = valid.astype(jnp.int32)
+
+    def reference(logits: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+        if normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, jnp.where(valid[:, None] != 0, ids.astype(jnp.int32), -1)
+
+    unavailable = token_kernels.top_k_unavailable(logits, top_k)
+    if choose("top_k_experts", implementation, unavailable) == "reference":
+        return reference(logits, valid)
+    call = with_gradient(lambda logits, valid: token_kernels.top_k_experts(logits, valid, top_k, normalise), reference)
+    chosen: tuple[jax.Array, jax.Array] = call(logits, valid)
+    return chosen
 
 
 class ExpertRows(NamedTuple):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from qwenjax_ffi import token_exchange_kernel as kernels
 from qwenjax_ffi.activations import quantise_activations
-from qwenjax_ffi.collectives import KERNEL_DTYPES, AxisName, Heap, advance, heap_behind, with_gradient
+from qwenjax_ffi.collectives import KERNEL_DTYPES, AxisName, Heap, advance, heap_behind
 from qwenjax_ffi.grouped_gemm import sum_rows
-from qwenjax_ffi.implementation import Implementation, choose
+from qwenjax_ffi.implementation import Implementation, choose, with_gradient
 from qwenjax_kernels.heap_layout import VECTOR
 from qwenjax_kernels.token_exchange_layout import MAX_ROW_BYTES, MAX_TOKENS, UNIT, mxfp8_bytes, row_bytes
 

@@ -132,6 +132,11 @@ def store_global(address: Int64, value: Uint32) -> None:
     cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def store_global_f32(address: Int64, value: Float32) -> None:
+    """One float to global memory."""
+    cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def store_global_v2_f32(address: Int64, first: Float32, second: Float32) -> None:
     """Two floats to global memory at an 8-byte aligned address."""
     cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
@@ -180,6 +185,13 @@ def store_shared_v2_f32(address: Int32, first: Float32, second: Float32) -> None
 def store_shared_f32(address: Int32, value: Float32) -> None:
     """One float to shared memory."""
     cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def warp_sum(value: Float32) -> Float32:
+    """The sum over the warp's 32 lanes, the same bits on each."""
+    for step in range(5):
+        value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
+    return value
 
 
 def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:

@@ -82,11 +82,11 @@ class GroupedGemmSm90:
         if self.stages < max(2, self.turn_step):
             raise ValueError(f"{tile} leaves room for {self.stages} stages")
 
-    def weight_view(self, weights: cute.Tensor) -> tuple[Any, Any, Any]:
+    def weight_view(self, weights: Any) -> tuple[Any, Any, Any]:
         """The TMA copy of a stage's weights, the tensor that it reads and their layout in shared memory, or None."""
         raise NotImplementedError
 
-    def weight_source(self, weights: cute.Tensor, layer: cute.Tensor | None) -> Any:
+    def weight_source(self, weights: Any, layer: cute.Tensor | None) -> Any:
         """What `copy_weights` needs to find the layer."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class GroupedGemmSm90:
         self,
         stream: cuda.CUstream,
         x: cute.Tensor,
-        weights: cute.Tensor,
+        weights: Any,
         group_sizes: cute.Tensor,
         row_token: cute.Tensor | None,
         row_weight: cute.Tensor | None,
@@ -155,7 +155,7 @@ class GroupedGemmSm90:
     def kernel(
         self,
         x: cute.Tensor,
-        weights: cute.Tensor,
+        weights: Any,
         group_sizes: cute.Tensor,
         row_token: cute.Tensor | None,
         row_weight: cute.Tensor | None,

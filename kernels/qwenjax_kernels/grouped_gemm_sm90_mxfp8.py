@@ -20,19 +20,51 @@ from qwenjax_kernels.tiles import WARPGROUP
 
 
 class MXFP8GroupedGemmSm90(GroupedGemmSm90):
-    """weights: uint8 [(layers,) groups, row units, k units, 8448]."""
+    """weights: uint8 [(layers,) groups, row units, k units, 8448]; or a tuple of them, of one group each, whose outputs
+    stand side by side: `widths` has how many each has, whole units but for the last."""
 
     unit_k = fragments.UNIT_K
     unit_bytes = fragments.UNIT_BYTES
     operand_source = warpgroup.OperandSource.RMEM
     halves_are_neighbours = True
 
-    def weight_view(self, weights: cute.Tensor) -> tuple[Any, Any, Any]:
+    def __init__(self, *, widths: tuple[int, ...] | None = None, **problem: Any) -> None:
+        super().__init__(**problem)
+        self.widths = widths or (self.width,)
+        if sum(self.widths) != self.width or any(width % fragments.UNIT_ROWS for width in self.widths[:-1]):
+            raise ValueError(
+                f"weights of {self.widths} outputs side by side for a result of {self.width}; all but the last must "
+                f"have a multiple of {fragments.UNIT_ROWS}"
+            )
+        if len(self.widths) > 1 and (self.num_groups > 1 or self.epilogue != "plain"):
+            raise ValueError(
+                f"{len(self.widths)} weights with {self.num_groups} groups and the epilogue {self.epilogue!r}; several "
+                "are for one group and 'plain'"
+            )
+
+    def weight_view(self, weights: Any) -> tuple[Any, Any, Any]:
         return None, None, None
 
-    def weight_source(self, weights: cute.Tensor, layer: cute.Tensor | None) -> Int64:
-        layer_bytes = self.num_groups * self.row_units * self.k_units * fragments.UNIT_BYTES
-        return device.layer_address(weights, layer, layer_bytes)
+    def weight_source(self, weights: Any, layer: cute.Tensor | None) -> list[Int64]:
+        if len(self.widths) == 1:
+            layer_bytes = self.num_groups * self.row_units * self.k_units * fragments.UNIT_BYTES
+            return [device.layer_address(weights, layer, layer_bytes)]
+        units = [-(-width // fragments.UNIT_ROWS) for width in self.widths]
+        return [
+            device.layer_address(weight, layer, count * self.k_units * fragments.UNIT_BYTES)
+            for weight, count in zip(weights, units, strict=True)
+        ]
+
+    @cute.jit
+    def unit_source(self, weights: list[Int64], group: Int32, row_unit: Int32) -> Int64:
+        """The address of a row of units."""
+        row_bytes = self.k_units * fragments.UNIT_BYTES
+        source = weights[0] + (Int64(group) * self.row_units + Int64(row_unit)) * row_bytes
+        for index in cutlass.range_constexpr(1, len(self.widths)):
+            first = sum(self.widths[:index]) // fragments.UNIT_ROWS
+            if row_unit >= first:
+                source = weights[index] + Int64(row_unit - first) * row_bytes
+        return source
 
     def weight_operand(self, tiled_mma: cute.TiledMma, thread: Int32, first_unit: Int32, shared_weights: Any) -> Any:
         half_unit = tiled_mma.partition_shape_A((fragments.UNIT_ROWS, fragments.UNIT_K // 2))
@@ -42,7 +74,7 @@ class MXFP8GroupedGemmSm90(GroupedGemmSm90):
     @cute.jit
     def copy_weights(
         self,
-        weights: Int64,
+        weights: list[Int64],
         weight_copy: None,
         weight_tensor: None,
         shared_weights: Int32,
@@ -63,9 +95,7 @@ class MXFP8GroupedGemmSm90(GroupedGemmSm90):
             sources = []
             for unit in cutlass.range_constexpr(self.tile.m_units):
                 row_unit = cutlass.min(m_tile * self.tile.m_units + unit, self.row_units - 1)
-                sources.append(
-                    weights + (Int64(group) * self.row_units + Int64(row_unit)) * (self.k_units * fragments.UNIT_BYTES)
-                )
+                sources.append(self.unit_source(weights, group, row_unit))
             for k_unit in cutlass.range(self.k_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():

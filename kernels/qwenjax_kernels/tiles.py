@@ -94,13 +94,15 @@ def choose_tile(
     """The tile of a call with `rows` rows over `num_groups` groups whose weights are `row_units` units high.
 
     The rows of a tile follow the mean group: a group past it costs a second tile, whose weights come from the L2.
+    How many groups have rows is what as many balls leave of bins that are not empty: 8 of 128 for one token's experts.
     Its height is the one that keeps the multiprocessors busy with the fewest units in the longest queue; among
     equals the highest, which reads the rows least often. Float32 results keep every accumulator twice, in tiles of
     half the height.
     """
     mean = rows / num_groups
     tile_rows = next(size for size, largest_mean in TILE_ROWS if mean <= largest_mean)
-    row_tiles = num_groups * math.ceil(mean / tile_rows)
+    busy = math.ceil(num_groups * (1 - (1 - 1 / num_groups) ** rows))
+    row_tiles = busy * math.ceil(rows / busy / tile_rows)
 
     def longest_queue(tile: Tile) -> float:
         units = math.ceil(row_tiles * math.ceil(row_units / tile.m_units) / num_sms) * tile.m_units

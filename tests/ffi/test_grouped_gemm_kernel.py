@@ -17,7 +17,7 @@ import pytest
 
 from qwenjax_ffi import grouped_gemm_kernel as kernels
 from qwenjax_ffi.grouped_gemm import grouped_gemm
-from qwenjax_ffi.linear import linear
+from qwenjax_ffi.linear import linear, linear_side_by_side
 from qwenjax_ffi.packing import PackedMXFP8Weight, RowOrder, empty_packed, pack, pack_into, packed_shape, unpack
 from qwenjax_ffi.weights import MXFP8Weight, Weight
 from qwenjax_kernels import fragments
@@ -118,6 +118,20 @@ def test_a_dtype_that_the_kernel_does_not_write_is_rounded_to_from_float32() -> 
         np.testing.assert_array_equal(
             on_host(linear(x, weight[0, 0], out_dtype=dtype, implementation="kernel")), on_host(ours)
         )
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 300])
+@pytest.mark.parametrize(("k", "widths"), [(2048, (4096, 512, 512)), (256, (64, 128, 96)), (96, (64, 40))], ids=str)
+def test_matrices_side_by_side_equal_float64(rows: int, k: int, widths: tuple[int, ...]) -> None:
+    weights = [random_weight(seed, (LAYERS, width, k)) for seed, width in enumerate(widths)]
+    x = rows_of(9, rows, k)
+    for out_dtype, bound in ((jnp.float32, 1e-6), (jnp.bfloat16, 2.0**-8)):
+        y = linear_side_by_side(
+            x, [pack(w) for w in weights], jnp.int32(LAYER), out_dtype=out_dtype, implementation="kernel"
+        )
+        expected = on_host(x) @ np.concatenate([float64(weight, LAYER) for weight in weights]).T
+        assert y.dtype == out_dtype
+        assert np.linalg.norm(on_host(y) - expected) <= bound * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("kind", RANDOM)

@@ -191,6 +191,8 @@ def test_unavailable_says_why() -> None:
     [
         (5, 128, 24, Tile(16, 2, 2)),  # 30B gate/up
         (8, 16, 48, Tile(16, 3, 1)),  # 235B gate/up at EP=8: 192 tiles of four units would take two waves of 132
+        (1 / 16, 128, 24, Tile(8, 2, 1)),  # 30B gate/up of one token: eight experts, not 128, share the multiprocessors
+        (1 / 16, 128, 32, Tile(8, 2, 1)),  # and down
         (64, 128, 24, Tile(64, 2, 3)),
         (64, 128, 32, Tile(64, 2, 2)),  # 30B down: six units do not divide 32
         (375, 128, 24, Tile(128, 2, 2)),
@@ -199,8 +201,8 @@ def test_unavailable_says_why() -> None:
         (256, 1, 64, Tile(128, 2, 1, split_k=True)),
     ],
 )
-def test_tile_choice(mean: int, groups: int, row_units: int, tile: Tile) -> None:
-    assert choose_tile(mean * groups, groups, row_units, mxfp8=True) == tile
+def test_tile_choice(mean: float, groups: int, row_units: int, tile: Tile) -> None:
+    assert choose_tile(round(mean * groups), groups, row_units, mxfp8=True) == tile
 
 
 @given(st.integers(1, 20_000), st.integers(1, 128), st.integers(1, 200), st.booleans())

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qwenjax_ffi import grouped_gemm_kernel as kernel
 from qwenjax_ffi.implementation import KernelUnavailableError
-from qwenjax_ffi.linear import linear
+from qwenjax_ffi.linear import linear, linear_side_by_side
 from qwenjax_ffi.packing import pack
 from qwenjax_ffi.weights import MXFP8Weight
 
@@ -53,3 +54,24 @@ def test_mxfp8_weights_equal_their_decoded_values() -> None:
         np.testing.assert_array_equal(linear(x, pack(weight), 1), expected)  # no kernel runs here
         with pytest.raises(KernelUnavailableError, match="linear: no kernel here: the weight is MXFP8Weight"):
             linear(x, weight, 1, implementation="kernel")
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_layers_side_by_side_are_those_apart(layer: int | None) -> None:
+    weights = [jnp.asarray(normal((3, width, 64), width)) for width in (24, 8, 40)]
+    if layer is None:
+        weights = [weight[0] for weight in weights]
+    x = jnp.asarray(X)
+    together = linear_side_by_side(x, weights, layer)
+    np.testing.assert_array_equal(together, np.concatenate([linear(x, w, layer) for w in weights], axis=-1))
+    with pytest.raises(KernelUnavailableError, match="linear_side_by_side: no kernel here: the weight is "):
+        linear_side_by_side(x, weights, layer, implementation="kernel")
+
+
+def test_layers_side_by_side_that_are_no_whole_units_run_apart() -> None:
+    packed = [pack(MXFP8Weight(jnp.zeros((w, 64), jnp.float8_e4m3fn), jnp.zeros((w, 2), jnp.uint8))) for w in (96, 64)]
+    assert kernel.apart(packed) == "a weight before the last has 96 outputs; it takes multiples of 64 there"
+    assert kernel.apart(packed[::-1]) is None
+    assert linear_side_by_side(jnp.ones((2, 64), jnp.bfloat16), packed).shape == (2, 160)
+    with pytest.raises(ValueError, match="side_by_side: a weight before the last has 96 outputs"):
+        kernel.side_by_side(jnp.ones((2, 64), jnp.bfloat16), packed)

@@ -425,6 +425,11 @@ class Block(TensorMemory, CopiesAndProducts, WarpgroupProducts):
         self.write(warp, instruction.operands[0], a * b + c, lanes)
 
     def do_div(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        if instruction.dtype == "f32":
+            a, b = (self.read(warp, operand, "f32") for operand in instruction.operands[1:3])
+            with np.errstate(all="ignore"):
+                self.write(warp, instruction.operands[0], a / b, lanes)
+            return
         a, b = (self.read(warp, operand, "s32")[lanes].astype(np.int64) for operand in instruction.operands[1:3])
         if (b == 0).any():
             raise EmulationError("division by zero")
@@ -451,6 +456,11 @@ class Block(TensorMemory, CopiesAndProducts, WarpgroupProducts):
     def do_ex2(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             self.write(warp, instruction.operands[0], np.exp2(self.read(warp, instruction.operands[1], "f32")), lanes)
+
+    def do_rsqrt(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        with np.errstate(all="ignore"):
+            value = np.float32(1) / np.sqrt(self.read(warp, instruction.operands[1], "f32"))
+        self.write(warp, instruction.operands[0], value, lanes)
 
     def do_rcp(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         with np.errstate(all="ignore"):

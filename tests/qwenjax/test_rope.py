@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qwenjax.config import ModelConfig
-from qwenjax.rope import cos_sin, inverse_frequencies, rotate
+from qwenjax.rope import cos_sin, inverse_frequencies
+from qwenjax_ffi.attention_inputs import rotate
 from tests.helpers import tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
