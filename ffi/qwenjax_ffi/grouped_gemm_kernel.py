@@ -95,7 +95,8 @@ def side_by_side(
             shapes = [list(weight.shape) for weight in weights]
             raise ValueError(f"side_by_side takes matrices of one input, stacked where a layer is given; not {shapes}")
     dtype = jnp.dtype(out_dtype or x.dtype)
-    data = tuple(jnp.expand_dims(weight.data, -4) for weight in weights)
+    data: Any = tuple(jnp.expand_dims(weight.data, -4) for weight in weights)
+    data = data if len(data) > 1 else data[0]
     widths = tuple(weight.shape[-2] for weight in weights)
     sizes = jnp.full(1, x.shape[0], jnp.int32)
     k = weights[0].shape[-1]

@@ -73,6 +73,44 @@ def arrive_if(barrier: Int32, condition: Int32) -> None:
     )
 
 
+def remote_address(address: Int32, block: Int32) -> Int32:
+    """The same place in the shared memory of another block of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, block]
+    )
+
+
+def store_remote_v4_f32(address: Int32, values: list[Float32]) -> None:
+    """Four floats to the shared memory of another block, at a 16-byte aligned `remote_address`."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values]
+    )
+
+
+def arrive_remote(barrier: Int32) -> None:
+    """An arrival on another block's mbarrier, after which that block sees what this thread stored there."""
+    cute.arch.inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def wait_for_cluster(barrier: Int32) -> None:
+    """Waits for the first phase of an mbarrier on which other blocks of the cluster arrive."""
+    cute.arch.inline_ptx(
+        "{\n.reg .pred there;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [{$r0}], 0;\n"
+        "@there bra DONE;\nbra AGAIN;\nDONE:\n}",
+        read_only_args=[barrier],
+    )
+
+
+def load_shared_v4_f32(address: Int32) -> tuple[Float32, Float32, Float32, Float32]:
+    """Four floats of shared memory at a 16-byte aligned address."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
 def load_shared_v4(address: Int32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """Four 32-bit words of shared memory at a 16-byte aligned address."""
     return cute.arch.inline_ptx(

@@ -6,6 +6,7 @@ no tensor work. A persistent block runs over tiles of `tile_m` weight rows by `t
 - one warp copies weights to shared memory, `stages` deep, `unit_k` of k a stage;
 - two warps gather the rows with cp.async into the 128-byte swizzle that wgmma reads;
 - the consumer warpgroups multiply, each its own units of 64 weight rows, or each its own stages in turn (`split_k`);
+- where a cluster's blocks have a tile together (`k_blocks`), each multiplies a run of k, and the first adds their sums;
 - the epilogue applies SwiGLU or the rows' weights in float32 and stores straight to the row.
 
 Rows at and after sum(group_sizes) are neither read nor written.
@@ -19,7 +20,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from qwenjax_kernels import device, fragments
@@ -78,7 +79,10 @@ class GroupedGemmSm90:
         self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles)
         self.stages = tile.stages(num_groups, self.unit_bytes, self.unit_k)
         self.turn_step = tile.warpgroups if tile.split_k else 1
-        self.grid = num_sms
+        self.grid = num_sms // tile.k_blocks  # clusters, or blocks where they are the same
+        if self.k_units % tile.k_blocks:
+            raise ValueError(f"{self.k_units} units of {self.unit_k} of k; {tile.k_blocks} blocks have unequal runs")
+        self.run_units = self.k_units // tile.k_blocks  # of k that a block multiplies
         if self.stages < max(2, self.turn_step):
             raise ValueError(f"{tile} leaves room for {self.stages} stages")
 
@@ -145,7 +149,8 @@ class GroupedGemmSm90:
             source,
             weight_layout,
         ).launch(
-            grid=[self.grid, 1, 1],
+            grid=[self.grid * self.tile.k_blocks, 1, 1],
+            cluster=[self.tile.k_blocks, 1, 1] if self.tile.k_blocks > 1 else None,
             block=[self.tile.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -175,7 +180,8 @@ class GroupedGemmSm90:
             rows: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(row_layout)], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[BFloat16, weight_bytes // 2], 1024]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, max(self.tile.exchange_bytes // 4, 1)], 16]
-            barriers: cute.struct.MemRange[Int64, 2 * stages]
+            inbox: cute.struct.Align[cute.struct.MemRange[Float32, max(self.tile.inbox_bytes // 4, 1)], 16]
+            barriers: cute.struct.MemRange[Int64, 2 * stages + 1]
             tile_end: cute.struct.MemRange[Int32, self.num_groups]
             row_end: cute.struct.MemRange[Int32, self.num_groups]
 
@@ -187,11 +193,14 @@ class GroupedGemmSm90:
             shared_weights = storage.weights.get_tensor(weight_layout.outer, swizzle=weight_layout.inner)
         full = storage.barriers.data_ptr()
         empty = full + stages
+        sums_there = empty + stages
         tile_end = storage.tile_end.data_ptr().toint()
         row_end = storage.row_end.data_ptr().toint()
 
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        rank = block % self.tile.k_blocks
+        block = block // self.tile.k_blocks
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
 
@@ -202,8 +211,15 @@ class GroupedGemmSm90:
                 for stage in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + stage, 1 + GATHER_WARPS * WARP)
                     cute.arch.mbarrier_init(empty + stage, 4 * self.tile.warpgroups // self.turn_step)
+                if cutlass.const_expr(self.tile.k_blocks > 1):
+                    threads = WARPGROUP * self.tile.warpgroups // self.turn_step
+                    cute.arch.mbarrier_init(sums_there, (self.tile.k_blocks - 1) * threads)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.tile.k_blocks > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         total = self.schedule.total(tile_end)
         producer_registers, consumer_registers = self.tile.registers()
@@ -220,6 +236,7 @@ class GroupedGemmSm90:
                     tile_end,
                     row_end,
                     block,
+                    rank * self.run_units,
                     total,
                     lane,
                 )
@@ -233,6 +250,7 @@ class GroupedGemmSm90:
                     tile_end,
                     row_end,
                     block,
+                    rank * self.run_units,
                     total,
                     warp - 1,
                     lane,
@@ -244,6 +262,8 @@ class GroupedGemmSm90:
                 shared_rows,
                 shared_weights,
                 storage.exchange.data_ptr().toint(),
+                storage.inbox.data_ptr().toint(),
+                sums_there.toint(),
                 full,
                 empty,
                 tile_end,
@@ -251,6 +271,7 @@ class GroupedGemmSm90:
                 out.iterator.toint(),
                 device.address_of(row_weight),
                 block,
+                rank,
                 total,
                 thread - WARPGROUP,
                 lane,
@@ -267,6 +288,7 @@ class GroupedGemmSm90:
         tile_end: Int32,
         row_end: Int32,
         block: Int32,
+        first_unit: Int32,
         total: Int32,
         warp: Int32,
         lane: Int32,
@@ -301,9 +323,9 @@ class GroupedGemmSm90:
                     if row < rows_stop:
                         origin = device.load_global(tokens + Int64(row) * 4)
                     origins.append(origin)
-            for k_unit in cutlass.range(self.k_units, unroll=1):
+            for k_unit in cutlass.range(self.run_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
-                column = k_unit * (self.unit_k * 2) + chunk * 16
+                column = (first_unit + k_unit) * (self.unit_k * 2) + chunk * 16
                 inside = column < self.k * 2
                 base = x + Int64(column if inside else 0)
                 if cutlass.const_expr(tokens is not None):
@@ -346,6 +368,8 @@ class GroupedGemmSm90:
         shared_rows: cute.Tensor,
         shared_weights: Any,
         exchange: Int32,
+        inbox: Int32,
+        sums_there: Int32,
         full: cute.Pointer,
         empty: cute.Pointer,
         tile_end: Int32,
@@ -353,6 +377,7 @@ class GroupedGemmSm90:
         out: Int64,
         factors: Int64 | None,
         block: Int32,
+        rank: Int32,
         total: Int32,
         thread: Int32,
         lane: Int32,
@@ -372,7 +397,7 @@ class GroupedGemmSm90:
             self.free_exchange(warpgroup_index)
 
         leads = Int32(lane == 0)
-        turns = (self.k_units - first_turn + (self.turn_step - 1)) // self.turn_step
+        turns = (self.run_units - first_turn + (self.turn_step - 1)) // self.turn_step
         segment_turns = SEGMENT_K // self.unit_k
         tile_stage = Int32(0)
         tile_phase = Int32(0)
@@ -423,13 +448,17 @@ class GroupedGemmSm90:
                 )
             first_row_unit = m_tile * self.tile.m_units + first_unit
             if cutlass.const_expr(self.tile.split_k):
-                tile_stage, tile_phase = self.advance_far(tile_stage, tile_phase, self.k_units)
+                tile_stage, tile_phase = self.advance_far(tile_stage, tile_phase, self.run_units)
                 self.add_sums(accumulators, exchange, warpgroup_index, thread)
-                if warpgroup_index == 0:
-                    self.store_units(accumulators, out, row_factors, first_row_unit, first_row, rows_stop, thread, lane)
             else:
                 tile_stage = stage
                 tile_phase = phase
+            stores = Boolean(warpgroup_index == 0) if self.tile.split_k else Boolean(True)
+            if cutlass.const_expr(self.tile.k_blocks > 1):
+                if stores:
+                    self.add_blocks(accumulators, inbox, sums_there, rank, first_unit, thread)
+                stores = stores & (rank == 0)
+            if stores:
                 self.store_units(accumulators, out, row_factors, first_row_unit, first_row, rows_stop, thread, lane)
             index += self.grid
 
@@ -478,6 +507,32 @@ class GroupedGemmSm90:
                             added = device.load_shared_f32(exchange + place + thread * 4)
                             accumulators[unit][register] = accumulators[unit][register] + added
         self.free_exchange(warpgroup_index)
+
+    @cute.jit
+    def add_blocks(
+        self, accumulators: Any, inbox: Int32, sums_there: Int32, rank: Int32, first_unit: Int32, thread: Int32
+    ) -> None:
+        """Adds the accumulators of the cluster's blocks, in their order, to those of the first: once in a launch."""
+        size = cute.size(accumulators[0].shape)
+        unit_bytes = size * WARPGROUP * 4
+        mine = inbox + first_unit * unit_bytes + thread * 16
+        block_bytes = self.tile.m_units * unit_bytes
+        if rank > 0:
+            target = device.remote_address(mine + (rank - 1) * block_bytes, Int32(0))
+            for unit in cutlass.range_constexpr(self.tile.units):
+                for four in cutlass.range_constexpr(size // 4):
+                    values = [accumulators[unit][four * 4 + i] for i in range(4)]
+                    device.store_remote_v4_f32(target + (unit * unit_bytes + four * (WARPGROUP * 16)), values)
+            device.arrive_remote(device.remote_address(sums_there, Int32(0)))
+        else:
+            device.wait_for_cluster(sums_there)
+            for other in cutlass.range_constexpr(self.tile.k_blocks - 1):
+                for unit in cutlass.range_constexpr(self.tile.units):
+                    for four in cutlass.range_constexpr(size // 4):
+                        place = other * block_bytes + unit * unit_bytes + four * (WARPGROUP * 16)
+                        added = device.load_shared_v4_f32(mine + place)
+                        for i in cutlass.range_constexpr(4):
+                            accumulators[unit][four * 4 + i] = accumulators[unit][four * 4 + i] + added[i]
 
     @cute.jit
     def load_factors(self, factors: Int64 | None, first_row: Int32, rows_stop: Int32, lane: Int32) -> Any:

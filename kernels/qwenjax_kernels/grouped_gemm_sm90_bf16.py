@@ -76,6 +76,7 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
         tile_end: Int32,
         row_end: Int32,
         block: Int32,
+        first_unit: Int32,
         total: Int32,
         lane: Int32,
     ) -> None:
@@ -94,13 +95,13 @@ class BF16GroupedGemmSm90(GroupedGemmSm90):
         index = block
         while index < total:
             group, m_tile, _, _, _ = self.schedule.locate(index, tile_end, row_end, lane)
-            for k_unit in cutlass.range(self.k_units, unroll=1):
+            for k_unit in cutlass.range(self.run_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile.m_units * self.unit_bytes)
                 cute.copy(
                     weight_copy,
-                    from_global[None, m_tile, k_unit, first_matrix + group],
+                    from_global[None, m_tile, first_unit + k_unit, first_matrix + group],
                     to_shared[None, stage],
                     tma_bar_ptr=full + stage,
                 )

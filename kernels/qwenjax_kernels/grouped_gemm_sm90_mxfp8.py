@@ -83,6 +83,7 @@ class MXFP8GroupedGemmSm90(GroupedGemmSm90):
         tile_end: Int32,
         row_end: Int32,
         block: Int32,
+        first_unit: Int32,
         total: Int32,
         lane: Int32,
     ) -> None:
@@ -95,8 +96,8 @@ class MXFP8GroupedGemmSm90(GroupedGemmSm90):
             sources = []
             for unit in cutlass.range_constexpr(self.tile.m_units):
                 row_unit = cutlass.min(m_tile * self.tile.m_units + unit, self.row_units - 1)
-                sources.append(self.unit_source(weights, group, row_unit))
-            for k_unit in cutlass.range(self.k_units, unroll=1):
+                sources.append(self.unit_source(weights, group, row_unit) + Int64(first_unit) * fragments.UNIT_BYTES)
+            for k_unit in cutlass.range(self.run_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile.m_units * fragments.UNIT_BYTES)

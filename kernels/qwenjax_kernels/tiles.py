@@ -22,12 +22,14 @@ class Tile:
     rows: rows of a group in a tile, wgmma's N (a multiple of 8 up to 256).
     warpgroups: consumer warpgroups; units: 64-row weight units that each has. tile_m is 64 times their product, or with
     split_k 64 times units: then the warpgroups take turns along k, and their sums are added at the end.
+    k_blocks: blocks of a cluster that have a tile together, each a run of k; the first adds their sums and stores them.
     """
 
     rows: int
     warpgroups: int = 2
     units: int = 1
     split_k: bool = False
+    k_blocks: int = 1
 
     @property
     def m_units(self) -> int:
@@ -42,12 +44,17 @@ class Tile:
         """Shared memory in which the warpgroups of split_k add their float32 sums."""
         return (self.warpgroups - 1) * self.units * fragments.UNIT_ROWS * self.rows * 4 if self.split_k else 0
 
+    @property
+    def inbox_bytes(self) -> int:
+        """Shared memory to which the other blocks of a cluster write their float32 sums."""
+        return (self.k_blocks - 1) * self.m_units * fragments.UNIT_ROWS * self.rows * 4
+
     def stages(self, num_groups: int, unit_bytes: int, unit_k: int) -> int:
         """As many as fit beside the group tables: the more bytes in flight, the closer to the memory's rate.
 
         unit_bytes: of 64 weight rows by the unit_k of a stage.
         """
-        spare = 1024 + 8 * num_groups + 512 + self.exchange_bytes  # alignment, the two tables, barriers
+        spare = 1024 + 8 * num_groups + 512 + self.exchange_bytes + self.inbox_bytes  # alignment, the two tables, barriers
         budget = SHARED_BYTES - spare
         return min(12, budget // (self.m_units * unit_bytes + self.rows * unit_k * 2))
 
