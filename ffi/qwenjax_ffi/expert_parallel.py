@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from qwenjax_ffi import experts_kernel
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import AxisName, all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.experts_training import local_experts_training
@@ -45,6 +46,8 @@ def local_experts(
     float32 and rounded once. Where it is
     differentiated (in x, weights and plain expert weights), qwenjax_ffi.experts_training's form runs instead.
     """
+    if experts_kernel.unavailable(x, ids, weights, experts.w13, experts.w2, activation_format) is None:
+        return experts_kernel.local_experts(x, ids, weights, *experts, first_expert)
     rows = sort_rows(ids, weights, first_expert, experts.w13.shape[1])
     hidden = moe_gate_up(
         x, rows.row_token, rows.group_sizes, experts.w13, experts.layer, activation_format=activation_format

@@ -76,6 +76,12 @@ def sort_rows(
     return row_token, group_sizes, row_weight, token_rows
 
 
+def sort_chunks(tokens: int, top_k: int, experts: int) -> int:
+    """How many blocks sort these pairs."""
+    chunks: int = _sorter(tokens, top_k, experts).chunks
+    return chunks
+
+
 def sum_rows(rows: jax.Array, token_rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Shapes as in the reference; dtype is bfloat16 or float32."""
     from cutlass.jax import cutlass_call

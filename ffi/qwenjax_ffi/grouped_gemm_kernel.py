@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,22 @@ from qwenjax_kernels.tiles import Epilogue, Tile, choose_tile
 H200_SMS = 132  # the blocks of a launch; on a chip with another number they are right, and less well balanced
 
 KernelWeight = PackedMXFP8Weight | jax.Array
+
+
+class Problem(NamedTuple):
+    """What a kernel is compiled for, beside the dtypes and shapes of its arrays."""
+
+    is_packed: bool
+    k: int
+    widths: tuple[int, ...]
+    num_groups: int
+    epilogue: Epilogue
+    tile: Tile
+    num_sms: int
+    float32_out: bool
+    layers: int
+
+
 _TAKES = "PackedMXFP8Weight, or bfloat16 with outputs in multiples of 8 and inputs of 32"
 
 
@@ -211,52 +227,73 @@ def _launch(
     width, num_groups = sum(widths), group_sizes.shape[0]
     if width % (2 if is_packed else 8):
         raise ValueError(f"the kernel stores {'pairs' if is_packed else 'eights'}: {width} outputs a row do not divide")
-    fragment_rows = 2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width
     float32_out = dtype == jnp.float32
-    if tile is None:
-        row_units, _ = fragments.units(fragment_rows, k)
-        tile = choose_tile(rows, num_groups, row_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
-    problem = (is_packed, k, widths, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
+    problem = _problem(is_packed, k, widths, num_groups, epilogue, rows, float32_out, layers, tile)
     index = None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
     from cutlass.jax import cutlass_call
 
     call = cutlass_call(
-        _launcher(*problem),
+        _launcher(problem),
         output_shape_dtype=jax.ShapeDtypeStruct((rows, width), dtype),
         compile_key=("qwenjax grouped_gemm_sm90", *problem),
     )
     return call(x, data, group_sizes, row_token, row_weight, index)
 
 
-@functools.cache
-def _launcher(
+def _problem(
     is_packed: bool,
     k: int,
     widths: tuple[int, ...],
     num_groups: int,
     epilogue: Epilogue,
-    tile: Tile,
-    num_sms: int,
+    rows: int,
     float32_out: bool,
     layers: int,
-) -> Any:
-    """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
-    import cutlass.cute as cute
+    tile: Tile | None,
+) -> Problem:
+    if tile is None:
+        width = sum(widths)
+        row_units, _ = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
+        tile = choose_tile(rows, num_groups, row_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
+    return Problem(is_packed, k, widths, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
 
+
+def problem_of_experts(epilogue: Epilogue, weight: KernelWeight, rows: int) -> Problem:
+    """The problem of a stack [layers, experts, out, in] and as many rows at most, for a chain of kernels."""
+    _check_weight(epilogue, weight)
+    layers, num_groups, outputs, k = weight.shape
+    is_packed = isinstance(weight, PackedMXFP8Weight)
+    width = outputs // 2 if epilogue == "swiglu" else outputs
+    return _problem(is_packed, k, (width,), num_groups, epilogue, rows, False, 1 if is_packed else layers, None)
+
+
+def make_kernel(problem: Problem, follows: Literal["groups", "rows"] | None = None) -> Any:
+    """The kernel of a problem; follows: what the kernel before it in a chain makes."""
     from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90
     from qwenjax_kernels.grouped_gemm_sm90_mxfp8 import MXFP8GroupedGemmSm90
 
-    problem: dict[str, Any] = {
-        "k": k,
-        "width": sum(widths),
-        "num_groups": num_groups,
-        "epilogue": epilogue,
-        "tile": tile,
-        "num_sms": num_sms,
-        "float32_out": float32_out,
-        "layers": layers,
+    arguments: dict[str, Any] = {
+        "k": problem.k,
+        "width": sum(problem.widths),
+        "num_groups": problem.num_groups,
+        "epilogue": problem.epilogue,
+        "tile": problem.tile,
+        "num_sms": problem.num_sms,
+        "float32_out": problem.float32_out,
+        "layers": problem.layers,
+        "follows": follows,
     }
-    kernel = MXFP8GroupedGemmSm90(widths=widths, **problem) if is_packed else BF16GroupedGemmSm90(**problem)
+    if problem.is_packed:
+        return MXFP8GroupedGemmSm90(widths=problem.widths, **arguments)
+    return BF16GroupedGemmSm90(**arguments)
+
+
+@functools.cache
+def _launcher(problem: Problem) -> Any:
+    """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
+    import cutlass.cute as cute
+
+    kernel = make_kernel(problem)
 
     @cute.jit
     def launch(stream, x, weights, group_sizes, row_token, row_weight, layer, out):  # type: ignore[no-untyped-def]

@@ -151,13 +151,20 @@ def lanes_with_the_same(value: Int32) -> Uint32:
     )
 
 
-def load_global(address: Int64) -> Int32:
-    """One 32-bit word of global memory that no one writes during the kernel."""
-    return cute.arch.inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+def load_global(address: Int64, read_only: bool = True) -> Int32:
+    """One 32-bit word of global memory.
+
+    read_only: that no one writes it during the kernel, its wait for another included.
+    """
+    return cute.arch.inline_ptx(
+        f"ld.global{'.nc' if read_only else ''}.b32 {{$w0}}, [{{$r0}}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
 
 
 def load_global_f32(address: Int64, read_only: bool = True) -> Float32:
-    """One float of global memory; read_only: that no one writes during the kernel, its wait for another included."""
+    """One float of global memory, read_only as load_global has it."""
     return cute.arch.inline_ptx(
         f"ld.global{'.nc' if read_only else ''}.f32 {{$w0}}, [{{$r0}}];",
         write_only_types=[Float32],
@@ -309,7 +316,7 @@ def float_of(bits: Int32) -> Float32:
 def load_global_v4_or_zeros_if(
     condition: Int32, address: Int64, read_only: bool = True
 ) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """Four words of global memory, read_only as load_global_f32 has it; zeros, unread, where condition is 0."""
+    """Four words of global memory, read_only as load_global has it; zeros, unread, where condition is 0."""
     return cute.arch.inline_ptx(
         "{\n.reg .pred loads;\nsetp.ne.s32 loads, {$r0}, 0;\n"
         "mov.b32 {$w0}, 0;\nmov.b32 {$w1}, 0;\nmov.b32 {$w2}, 0;\nmov.b32 {$w3}, 0;\n"

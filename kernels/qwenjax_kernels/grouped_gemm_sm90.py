@@ -15,7 +15,7 @@ Rows at and after sum(group_sizes) are neither read nor written.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,6 +32,7 @@ GATHER_WARPS = 2
 SEGMENT_K = 512
 # Named barriers of split_k: the exchange is free to write, its sums are all there.
 EXCHANGE_FREE, EXCHANGE_FULL = 1, 2
+Follows = Literal["groups", "rows"] | None
 
 
 class GroupedGemmSm90:
@@ -40,6 +41,9 @@ class GroupedGemmSm90:
     y[r] = weight[group of r] @ x[row_token[r] or r], then the epilogue. Shapes: x bf16 [tokens, k]; weights as the
     subclass says, of `layers` layers; group_sizes int32 [groups]; row_token int32 [rows] or None; row_weight float32
     [rows] or None; layer int32 [1] or None; out bf16 or float32 [rows, width].
+
+    follows: what the kernel before this one makes, which may still run when this one starts: "groups", all that says
+    which rows are whose; "rows", x; None, nothing.
 
     A subclass sets `unit_k`, what a stage holds of k, 64 or 128; `unit_bytes`, of 64 weight rows by unit_k in shared
     memory; `operand_source`, where wgmma finds them; and `halves_are_neighbours`, whether fragment rows g and g + 8 of
@@ -63,6 +67,7 @@ class GroupedGemmSm90:
         num_sms: int,
         float32_out: bool = False,
         layers: int = 1,
+        follows: Follows = None,
     ) -> None:
         if k % fragments.MX_BLOCK:
             raise ValueError(f"k is {k}; it must be a multiple of {fragments.MX_BLOCK}")
@@ -76,7 +81,11 @@ class GroupedGemmSm90:
         fragment_rows = 2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width
         self.row_units, self.k_units = -(-fragment_rows // fragments.UNIT_ROWS), -(-k // self.unit_k)
         self.m_tiles = -(-self.row_units // tile.m_units)
-        self.schedule = TileSchedule(num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles)
+        self.follows = follows
+        self.groups_are_there = follows != "groups"
+        self.schedule = TileSchedule(
+            num_groups=num_groups, tile_rows=tile.rows, m_tiles=self.m_tiles, read_only=self.groups_are_there
+        )
         self.stages = tile.stages(num_groups, self.unit_bytes, self.unit_k)
         self.turn_step = tile.warpgroups if tile.split_k else 1
         self.grid = num_sms // tile.k_blocks  # clusters, or blocks where they are the same
@@ -85,6 +94,12 @@ class GroupedGemmSm90:
         self.run_units = self.k_units // tile.k_blocks  # of k that a block multiplies
         if self.stages < max(2, self.turn_step):
             raise ValueError(f"{tile} leaves room for {self.stages} stages")
+
+    @cute.jit
+    def wait_for(self, what: cutlass.Constexpr) -> None:
+        """Waits for the kernel before this one where it makes `what`; it may still run when this one starts."""
+        if cutlass.const_expr(self.follows == what):
+            cute.arch.griddepcontrol_wait()
 
     def weight_view(self, weights: Any) -> tuple[Any, Any, Any]:
         """The TMA copy of a stage's weights, the tensor that it reads and their layout in shared memory, or None."""
@@ -154,6 +169,7 @@ class GroupedGemmSm90:
             block=[self.tile.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.follows is not None,
         )
 
     @cute.kernel
@@ -204,8 +220,6 @@ class GroupedGemmSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
 
-        if warp == 0:
-            self.schedule.write_tables(group_sizes.iterator.toint(), tile_end, row_end, lane)
         if warp == 1:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
@@ -215,6 +229,11 @@ class GroupedGemmSm90:
                     threads = WARPGROUP * self.tile.warpgroups // self.turn_step
                     cute.arch.mbarrier_init(sums_there, (self.tile.k_blocks - 1) * threads)
             cute.arch.mbarrier_init_fence()
+        self.wait_for("groups")
+        # What follows may start, and copy its first weights, on multiprocessors that have no more tiles here.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == 0:
+            self.schedule.write_tables(group_sizes.iterator.toint(), tile_end, row_end, lane)
         if cutlass.const_expr(self.tile.k_blocks > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -298,6 +317,7 @@ class GroupedGemmSm90:
         Two warps take eight or four rows a turn. A 16-byte chunk is XORed with its row modulo 8, which differs, where
         a turn takes four rows, between even and odd turns.
         """
+        self.wait_for("rows")
         stage = Int32(0)
         phase = Int32(1)
         lanes = self.unit_k * 2 // 16  # of a row
@@ -321,7 +341,7 @@ class GroupedGemmSm90:
                     row = first_row + own // warp_rows * turn_rows + warp * warp_rows + own % warp_rows
                     origin = Int32(-1)
                     if row < rows_stop:
-                        origin = device.load_global(tokens + Int64(row) * 4)
+                        origin = device.load_global(tokens + Int64(row) * 4, self.groups_are_there)
                     origins.append(origin)
             for k_unit in cutlass.range(self.run_units, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)

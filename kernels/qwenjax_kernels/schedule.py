@@ -18,10 +18,12 @@ WARP = 32
 class TileSchedule:
     """Tables in shared memory, an int32 a group: `tile_end` and `row_end`, the inclusive sums of tiles and rows."""
 
-    def __init__(self, *, num_groups: int, tile_rows: int, m_tiles: int) -> None:
+    def __init__(self, *, num_groups: int, tile_rows: int, m_tiles: int, read_only: bool = True) -> None:
+        """read_only: whether group_sizes are there before the kernel starts."""
         self.num_groups = num_groups
         self.tile_rows = tile_rows
         self.m_tiles = m_tiles
+        self.read_only = read_only
 
     @cute.jit
     def write_tables(self, group_sizes: Int64, tile_end: Int32, row_end: Int32, lane: Int32) -> None:
@@ -31,7 +33,7 @@ class TileSchedule:
         for chunk in cutlass.range_constexpr(chunks):
             size = Int32(0)
             if chunk * WARP + lane < self.num_groups:
-                size = device.load_global(group_sizes + Int64(chunk * WARP + lane) * 4)
+                size = device.load_global(group_sizes + Int64(chunk * WARP + lane) * 4, self.read_only)
             sizes.append(size)
         tiles_before = Int32(0)
         rows_before = Int32(0)

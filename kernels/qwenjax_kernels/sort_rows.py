@@ -112,6 +112,7 @@ class SortRows:
         total, group_total = storage.total.data_ptr().toint(), storage.group_total.data_ptr().toint()
         thread, _, _ = cute.arch.thread_idx()
         chunk, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         if thread < self.groups * WARP:
             device.store_shared(before + 4 * thread, Int32(0))
             device.store_shared(total + 4 * thread, Int32(0))

@@ -47,14 +47,24 @@ class SumRows:
     [tokens, features], bfloat16 or float32. Every element of out is written; rows that nothing names are not read.
     """
 
-    def __init__(self, *, tokens: int, top_k: int, features: int, out_dtype: Any, tile: Tile | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        top_k: int,
+        features: int,
+        out_dtype: Any,
+        tile: Tile | None = None,
+        follows: bool = False,
+    ) -> None:
+        """follows: the kernel that makes the rows may still run at the launch."""
         if features % PER_VECTOR:
             raise ValueError(f"rows of {features} features; the kernel takes multiples of {PER_VECTOR}")
         if not 1 <= top_k <= MAX_TOP_K:
             raise ValueError(f"{top_k} choices a token; the kernel is for 1 to {MAX_TOP_K}")
         if out_dtype not in (BFloat16, Float32):
             raise ValueError(f"the kernel writes bfloat16 or float32, not {out_dtype}")
-        self.top_k, self.features, self.out_dtype = top_k, features, out_dtype
+        self.top_k, self.features, self.out_dtype, self.follows = top_k, features, out_dtype, follows
         self.tile = tile or choose_tile(tokens, features, top_k)
         self.slabs = -(-features // (PER_VECTOR * self.tile.threads * self.tile.vectors))
         self.blocks = tokens * self.slabs
@@ -64,7 +74,11 @@ class SumRows:
         """Enqueues the kernel on the stream."""
         # Without min_blocks_per_mp the compiler keeps to 32 registers and waits for each load before the next.
         self.kernel(rows, token_rows, out).launch(
-            grid=[self.blocks, 1, 1], block=[self.tile.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[self.blocks, 1, 1],
+            block=[self.tile.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.follows,
         )
 
     @cute.kernel
@@ -81,6 +95,8 @@ class SumRows:
         sums = [cute.make_rmem_tensor(PER_VECTOR, Float32) for _ in range(self.tile.vectors)]
         for part in cutlass.range_constexpr(self.tile.vectors):
             sums[part].fill(0.0)
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         while left != 0:
             loaded = []
             for _ in cutlass.range_constexpr(self.tile.batch):
@@ -107,7 +123,8 @@ class SumRows:
         for part in cutlass.range_constexpr(self.tile.vectors):
             column = first + part * self.tile.threads * PER_VECTOR
             address = rows + (Int64(row) * self.features + Int64(column)) * 2
-            loaded.append(device.load_global_v4_or_zeros_if(Int32(there and column < self.features), address))
+            there_too = Int32(there and column < self.features)
+            loaded.append(device.load_global_v4_or_zeros_if(there_too, address, read_only=not self.follows))
         return loaded
 
     def store(self, out: Int64, element: Int64, sums: Any) -> None:

@@ -54,7 +54,9 @@ class Tile:
 
         unit_bytes: of 64 weight rows by the unit_k of a stage.
         """
-        spare = 1024 + 8 * num_groups + 512 + self.exchange_bytes + self.inbox_bytes  # alignment, the two tables, barriers
+        spare = (
+            1024 + 8 * num_groups + 512 + self.exchange_bytes + self.inbox_bytes
+        )  # alignment, the two tables, barriers
         budget = SHARED_BYTES - spare
         return min(12, budget // (self.m_units * unit_bytes + self.rows * unit_k * 2))
 
@@ -93,6 +95,7 @@ BF16_TILES = {
 }
 # Time of a unit of 64 by 128 beside that of the highest tile of as many rows, where the tensor cores are the limit.
 SPLIT_K_COST = 1.3
+NEARLY = 1.1
 
 
 def choose_tile(
@@ -100,14 +103,14 @@ def choose_tile(
 ) -> Tile:
     """The tile of a call with `rows` rows over `num_groups` groups whose weights are `row_units` units high.
 
-    The rows of a tile follow the mean group: a group past it costs a second tile, whose weights come from the L2.
-    How many groups have rows is what as many balls leave of bins that are not empty: 8 of 128 for one token's experts.
-    Its height is the one that keeps the multiprocessors busy with the fewest units in the longest queue; among
-    equals the highest, which reads the rows least often. Float32 results keep every accumulator twice, in tiles of
-    half the height.
+    The rows of a tile follow the mean group, whose sizes vary, or are those of a single one: a group past it costs a
+    second tile, whose weights come from the L2. Groups without rows have no tiles; as many have some as bins that so
+    many balls fall into: 8 of 128 for one token's experts. A tile's height is the one that keeps the multiprocessors
+    busy with the fewest units in the longest queue; among those that are nearly equal the highest, which reads the rows
+    least often. Float32 results keep every accumulator twice, in tiles of half the height.
     """
     mean = rows / num_groups
-    tile_rows = next(size for size, largest_mean in TILE_ROWS if mean <= largest_mean)
+    tile_rows = next(size for size, largest in TILE_ROWS if mean <= (largest if num_groups > 1 or size > 64 else size))
     busy = math.ceil(num_groups * (1 - (1 - 1 / num_groups) ** rows))
     row_tiles = busy * math.ceil(rows / busy / tile_rows)
 
@@ -118,4 +121,5 @@ def choose_tile(
     tiles = [Tile(tile_rows, *fields) for fields in (MXFP8_TILES if mxfp8 else BF16_TILES)[tile_rows]]
     if float32_out:
         tiles = [replace(tile, units=min(tile.units, 128 // tile_rows)) for tile in tiles]
-    return min(tiles, key=lambda tile: (longest_queue(tile), -tile.m_units))
+    shortest = min(map(longest_queue, tiles))
+    return max((tile for tile in tiles if longest_queue(tile) <= shortest * NEARLY), key=lambda tile: tile.m_units)

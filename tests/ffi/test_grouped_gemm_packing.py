@@ -193,10 +193,14 @@ def test_unavailable_says_why() -> None:
         (8, 16, 48, Tile(16, 3, 1)),  # 235B gate/up at EP=8: 192 tiles of four units would take two waves of 132
         (1 / 16, 128, 24, Tile(8, 2, 1)),  # 30B gate/up of one token: eight experts, not 128, share the multiprocessors
         (1 / 16, 128, 32, Tile(8, 2, 1)),  # and down
+        (1, 128, 24, Tile(8, 2, 2)),  # 16 tokens: as the 82 experts that have rows on average are told from 128
+        (4, 128, 24, Tile(8, 2, 2)),  # 64 tokens: 23 units in the longest queue, of tiles of one unit, are nearly 24
+        (4, 128, 32, Tile(8, 2, 2)),
         (64, 128, 24, Tile(64, 2, 3)),
         (64, 128, 32, Tile(64, 2, 2)),  # 30B down: six units do not divide 32
         (375, 128, 24, Tile(128, 2, 2)),
-        (8, 1, 64, Tile(16, 4, 1, split_k=True)),  # 30B q_proj: 64 blocks of one unit, not 32 of two
+        (8, 1, 64, Tile(8, 4, 1, split_k=True)),  # 30B q_proj: 64 blocks of one unit, not 32 of two
+        (16, 1, 64, Tile(16, 4, 1, split_k=True)),  # a single group has as many rows as it is said to have
         (1, 2, 48, Tile(8, 4, 1, split_k=True)),  # 235B gate/up at EP=64
         (256, 1, 64, Tile(128, 2, 1, split_k=True)),
     ],
