@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from qwenjax_ffi import experts_kernel
+from qwenjax_ffi import experts_kernel, token_kernels
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import AxisName, all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
+from qwenjax_ffi.implementation import with_gradient
+from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.packing import AnyWeight
 from qwenjax_ffi.routing import sort_rows
 from qwenjax_ffi.token_exchange import RowFormat, combine, dispatch
@@ -122,8 +125,28 @@ def moe_replicated_tokens_rms_norm(
     residual: [tokens, hidden]; norm_weight: [hidden], or a stack of which norm_layer is taken, as
     `collectives.all_reduce_rms_norm` takes them.
     """
-    partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
-    return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs, norm_layer)
+    operands = (x, ids, weights, experts.w13, experts.w2)
+    if (
+        jax.lax.axis_size(axis_name) > 1
+        or norm_layer is None
+        or experts_kernel.unavailable(*operands, activation_format)
+        or token_kernels.add_rms_norm_unavailable(residual, x, norm_weight)
+    ):
+        partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
+        return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs, norm_layer)
+
+    def apart(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        *of_experts, w13, w2, layer, residual, norm_weight, norm_layer = operands
+        added = local_experts(*of_experts, ExpertWeights(w13, w2, layer), 0, activation_format)
+        return add_rms_norm(residual, added, norm_weight, eps, norm_layer, implementation="reference")
+
+    def chain(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        *of_experts, residual, norm_weight, norm_layer = operands
+        return experts_kernel.local_experts_add_rms_norm(*of_experts, 0, residual, norm_weight, norm_layer, eps)
+
+    layer, norm_layer = (jnp.asarray(index, jnp.int32) for index in (experts.layer, norm_layer))
+    both = with_gradient(chain, apart)(*operands, layer, residual, norm_weight, norm_layer)
+    return *both, epochs
 
 
 def _of_this_rank(

@@ -49,6 +49,44 @@ def local_experts(
     first_expert: jax.Array | int,
 ) -> jax.Array:
     """As `expert_parallel.local_experts`, for what `unavailable` lets pass."""
+    (out,) = _call(x, ids, weights, w13, w2, layer, first_expert, (), None)
+    return out
+
+
+def local_experts_add_rms_norm(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w13: AnyWeight,
+    w2: AnyWeight,
+    layer: jax.Array | int,
+    first_expert: jax.Array | int,
+    residual: jax.Array,
+    norm_weight: jax.Array,
+    norm_layer: jax.Array | int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`norm.add_rms_norm` of the residual and what `local_experts` gives, its last kernel and the sum of rows in one.
+
+    residual: [tokens, hidden]; norm_weight: [layers, hidden], as `token_kernels.add_rms_norm_unavailable` lets pass.
+    """
+    norm = residual, norm_weight, jnp.asarray(norm_layer, jnp.int32).reshape(1)
+    total, normed = _call(x, ids, weights, w13, w2, layer, first_expert, norm, eps)
+    return total, normed
+
+
+def _call(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w13: AnyWeight,
+    w2: AnyWeight,
+    layer: jax.Array | int,
+    first_expert: jax.Array | int,
+    norm: tuple[jax.Array, ...],
+    eps: float | None,
+) -> tuple[jax.Array, ...]:
+    """norm: nothing, or what `eps` belongs to: the residual, the weights of norms and the layer of theirs."""
     from cutlass.jax import cutlass_call
 
     tokens, top_k = ids.shape
@@ -56,8 +94,8 @@ def local_experts(
     pairs = tokens * top_k
     up = grouped_gemm_kernel.problem_of_experts("swiglu", w13, pairs)  # type: ignore[arg-type]
     down = grouped_gemm_kernel.problem_of_experts("row_weight", w2, pairs)  # type: ignore[arg-type]
-    problem = (tokens, top_k, experts, x.shape[1], up, down)
-    shapes = [
+    problem = (tokens, top_k, experts, x.shape[1], up, down, eps)
+    between = (
         ((pairs,), jnp.int32),
         ((experts,), jnp.int32),
         ((pairs,), jnp.float32),
@@ -65,41 +103,63 @@ def local_experts(
         ((expert_rows_kernel.sort_chunks(tokens, top_k, experts), experts), jnp.int32),
         ((pairs, sum(up.widths)), x.dtype),
         ((pairs, x.shape[1]), x.dtype),
-        (x.shape, x.dtype),
-    ]
+    )
+    results = ((x.shape, x.dtype),) * (1 if eps is None else 2)
     call = cutlass_call(
         _launcher(*problem),
-        output_shape_dtype=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
+        output_shape_dtype=tuple(jax.ShapeDtypeStruct(*shape) for shape in between + results),
         compile_key=("qwenjax local_experts", *problem),
     )
-    matrices = (weight.data if isinstance(weight, PackedMXFP8Weight) else weight for weight in (w13, w2))
-    indices = (jnp.asarray(index, jnp.int32).reshape(1) for index in (layer, first_expert))
-    out: jax.Array = call(x, ids, weights, *matrices, *indices)[-1]
-    return out
+    matrices = tuple(weight.data if isinstance(weight, PackedMXFP8Weight) else weight for weight in (w13, w2))
+    indices = tuple(jnp.asarray(index, jnp.int32).reshape(1) for index in (layer, first_expert))
+    return tuple(call((x, ids, weights, *matrices, *indices), norm)[len(between) :])
 
 
 @functools.cache
-def _launcher(tokens: int, top_k: int, experts: int, features: int, up: Problem, down: Problem) -> Any:
+def _launcher(
+    tokens: int, top_k: int, experts: int, features: int, up: Problem, down: Problem, eps: float | None
+) -> Any:
     """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
     import cutlass
     import cutlass.cute as cute
 
+    from qwenjax_kernels.add_rms_norm import AddRmsNorm
     from qwenjax_kernels.sort_rows import SortRows
     from qwenjax_kernels.sum_rows import SumRows
 
     sort = SortRows(tokens=tokens, top_k=top_k, experts=experts)
     gate_up = grouped_gemm_kernel.make_kernel(up, follows="groups")
     project = grouped_gemm_kernel.make_kernel(down, follows="rows")
-    add = SumRows(tokens=tokens, top_k=top_k, features=features, out_dtype=cutlass.BFloat16, follows=True)
 
     @cute.jit
-    def launch(  # type: ignore[no-untyped-def]
-        stream, x, ids, weights, w13, w2, layer, first, row_token, sizes, row_weight, token_rows, counts, h, rows, out
-    ):
+    def multiply(stream, operands, sorted_rows, h, rows):  # type: ignore[no-untyped-def]
+        x, ids, weights, w13, w2, layer, first = operands
+        row_token, sizes, row_weight, token_rows, counts = sorted_rows
         chunk_counts = counts if sort.chunks > 1 else None
         sort.launch(stream, ids, weights, first, row_token, sizes, row_weight, token_rows, chunk_counts)
         gate_up.launch(stream, x, w13, sizes, row_token, None, layer, h)
         project.launch(stream, h, w2, sizes, None, row_weight, layer, rows)
-        add.launch(stream, rows, token_rows, out)
 
-    return launch
+    if eps is None:
+        add = SumRows(tokens=tokens, top_k=top_k, features=features, out_dtype=cutlass.BFloat16, follows=True)
+
+        @cute.jit
+        def launch(  # type: ignore[no-untyped-def]
+            stream, operands, norm, row_token, sizes, row_weight, token_rows, counts, h, rows, out
+        ):
+            multiply(stream, operands, (row_token, sizes, row_weight, token_rows, counts), h, rows)
+            add.launch(stream, rows, token_rows, out)
+
+        return launch
+
+    add_norm = AddRmsNorm(tokens=tokens, features=features, eps=eps, top_k=top_k, follows=True)
+
+    @cute.jit
+    def launch_with_norm(  # type: ignore[no-untyped-def]
+        stream, operands, norm, row_token, sizes, row_weight, token_rows, counts, h, rows, total, normed
+    ):
+        residual, norm_weight, norm_layer = norm
+        multiply(stream, operands, (row_token, sizes, row_weight, token_rows, counts), h, rows)
+        add_norm.launch(stream, residual, rows, token_rows, norm_weight, norm_layer, total, normed)
+
+    return launch_with_norm

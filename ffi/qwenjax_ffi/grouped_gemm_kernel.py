@@ -255,6 +255,13 @@ def _problem(
         width = sum(widths)
         row_units, _ = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
         tile = choose_tile(rows, num_groups, row_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
+    row_units, _ = fragments.units(sum(widths), k)
+    blocks = -(-rows // tile.rows) * -(-row_units // tile.m_units) * tile.k_blocks
+    if tile.k_blocks > 1 and (num_groups > 1 or blocks > H200_SMS):
+        raise ValueError(
+            f"{tile} for {rows} rows of {num_groups} groups takes {blocks} blocks; where blocks share k, a cluster has one "
+            f"tile at most: it is for one group and up to {H200_SMS} blocks"
+        )
     return Problem(is_packed, k, widths, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
 
 

@@ -134,7 +134,7 @@ def _add_rms_norm_launcher(tokens: int, features: int, eps: float) -> Any:
 
     @cute.jit
     def launch(stream, residual, x, weight, layer, total, normed):  # type: ignore[no-untyped-def]
-        kernel.launch(stream, residual, x, weight, layer, total, normed)
+        kernel.launch(stream, residual, x, None, weight, layer, total, normed)
 
     return launch
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwenjax_ffi import experts_kernel
+from qwenjax_ffi import experts_kernel, token_kernels
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.packing import PackedMXFP8Weight, pack
 from qwenjax_ffi.routing import sort_rows
@@ -62,6 +62,21 @@ def test_a_chain_in_a_loop_gives_the_bits_of_the_kernels_apart(tokens: int, pack
     )
     assert expected.any()
     np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 700])
+def test_a_chain_that_ends_in_a_norm_gives_the_bits_of_both_apart(tokens: int) -> None:
+    w13, w2 = weight(0, True, 2 * WIDTH, HIDDEN), weight(1, True, HIDDEN, WIDTH)
+    x, residual = (jax.random.normal(jax.random.key(seed), (tokens, HIDDEN), jnp.bfloat16) for seed in (2, 4))
+    norms = jax.random.normal(jax.random.key(5), (LAYERS, HIDDEN), jnp.bfloat16)
+    ids = jax.random.randint(jax.random.key(3), (tokens, TOP_K), -1, EXPERTS + 5)
+    operands = (x, ids, jax.random.uniform(jax.random.key(6), (tokens, TOP_K)), w13, w2, jnp.int32(1), 0)
+    ours = jax.jit(lambda *a: experts_kernel.local_experts_add_rms_norm(*a, residual, norms, 2, 1e-6))(*operands)
+    added = jax.jit(experts_kernel.local_experts)(*operands)
+    expected = jax.jit(lambda *a: token_kernels.add_rms_norm(*a, norms, 2, 1e-6))(residual, added)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16))
 
 
 def test_unavailable_says_why() -> None:

@@ -1,7 +1,7 @@
 """Compiles the kernels that take a token each: `python compile_token_kernels.py '["top_k_experts", ...]' ...`.
 
-Each argument is ["add_rms_norm", tokens, features], ["head_norms", tokens, q_heads, kv_heads, head_dim] or
-["top_k_experts", tokens, experts, top_k, normalise].
+Each argument is ["add_rms_norm", tokens, features], ["sum_rows_add_rms_norm", tokens, features, top_k], ["head_norms",
+tokens, q_heads, kv_heads, head_dim] or ["top_k_experts", tokens, experts, top_k, normalise].
 The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
@@ -11,11 +11,13 @@ import json
 import sys
 from typing import Any
 
+import cutlass.cute as cute
 import cutlass.jax
 import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import token_kernels
+from qwenjax_kernels.add_rms_norm import AddRmsNorm
 
 EPS = 1e-6
 
@@ -27,6 +29,9 @@ def lower(op: str, tokens: int, *sizes: Any) -> None:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     layer = array(jnp.int32, 1)
+    if op == "sum_rows_add_rms_norm":
+        lower_sum(tokens, *sizes)
+        return
     if op == "add_rms_norm":
         rows = array(jnp.bfloat16, tokens, sizes[0])
         call = jax.jit(lambda *a: token_kernels.add_rms_norm(*a, EPS))
@@ -43,6 +48,27 @@ def lower(op: str, tokens: int, *sizes: Any) -> None:
         arguments = (array(jnp.float32, tokens, experts), array(jnp.int32, tokens))
     checks = cutlass.jax.get_export_disabled_safety_checks()
     jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(*arguments)
+
+
+def lower_sum(tokens: int, features: int, top_k: int) -> None:
+    """The form that adds up a token's rows first, which runs in chains alone."""
+    kernel = AddRmsNorm(tokens=tokens, features=features, eps=EPS, top_k=top_k)
+
+    @cute.jit
+    def launch(stream, residual, rows, token_rows, weight, layer, total, normed):  # type: ignore[no-untyped-def]
+        kernel.launch(stream, residual, rows, token_rows, weight, layer, total, normed)
+
+    row = jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16)
+    call = cutlass.jax.cutlass_call(launch, output_shape_dtype=(row, row), compile_key=(tokens, features, top_k))
+    arguments = (
+        row,
+        jax.ShapeDtypeStruct((tokens * top_k, features), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
+        jax.ShapeDtypeStruct((3, features), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    checks = cutlass.jax.get_export_disabled_safety_checks()
+    jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=checks)(*arguments)
 
 
 if __name__ == "__main__":

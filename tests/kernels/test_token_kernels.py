@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qwenjax_ffi.attention_inputs import attention_inputs
+from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.routing import top_k_experts
 from qwenjax_kernels.add_rms_norm import AddRmsNorm
@@ -32,11 +33,14 @@ Case = tuple[Any, ...]
 NORM: Case = ("add_rms_norm", 2, 2072)
 HEADS: Case = ("head_norms", 3, 4, 2, 144)
 ROUTE: Case = ("top_k_experts", 6, 72, 5, True)
-FAST = (NORM, HEADS, ROUTE)
+SUM: Case = ("sum_rows_add_rms_norm", 3, 264, 10)  # more rows than are read at once
+FAST = (NORM, HEADS, ROUTE, SUM)
 SLOW: tuple[Case, ...] = (
     ("add_rms_norm", 256, 2048),
     ("add_rms_norm", 64, 4096),
     ("add_rms_norm", 1, 64),
+    ("sum_rows_add_rms_norm", 64, 2048, 8),
+    ("sum_rows_add_rms_norm", 1, 4096, 32),
     ("head_norms", 256, 32, 4, 128),
     ("head_norms", 1, 64, 4, 128),
     ("head_norms", 1, 4, 2, 16),
@@ -79,6 +83,25 @@ def test_emulated_sums_and_norms_are_the_references() -> None:
     layer = np.array([2], np.int32)
     launch(compiled(FAST, "sm_90a")[1][NORM], [residual, x, weight, layer, total, normed], (tokens, 1))
     expected = add_rms_norm(*map(jnp.asarray, (residual, x, weight)), EPS, 2)
+    np.testing.assert_array_equal(total, expected[0])
+    close(normed, expected[1])
+
+
+def test_emulated_rows_are_added_up_before_the_sum_and_its_norm() -> None:
+    _, tokens, features, top_k = SUM
+    draw = np.random.default_rng(3)
+    residual, rows = (draw.normal(size=(n, features)).astype(ml_dtypes.bfloat16) for n in (tokens, tokens * top_k))
+    token_rows = np.where(draw.random((tokens, top_k)) < 0.6, draw.permutation(tokens * top_k).reshape(tokens, -1), -1)
+    token_rows = token_rows.astype(np.int32)
+    token_rows[1] = -1
+    rows[np.setdiff1d(np.arange(tokens * top_k), token_rows)] = np.nan
+    weight = draw.uniform(0.5, 1.5, (3, features)).astype(ml_dtypes.bfloat16)
+    total, normed = (np.full_like(residual, np.nan) for _ in range(2))
+    layer = np.array([1], np.int32)
+    arrays = [residual, rows, token_rows, weight, layer, total, normed]
+    launch(compiled(FAST, "sm_90a")[1][SUM], arrays, (tokens, 1))
+    added = sum_rows(jnp.asarray(rows), jnp.asarray(token_rows), jnp.bfloat16)
+    expected = add_rms_norm(jnp.asarray(residual), added, jnp.asarray(weight), EPS, 1)
     np.testing.assert_array_equal(total, expected[0])
     close(normed, expected[1])
 
