@@ -34,7 +34,8 @@ from qwenjax_ffi.routing import top_k_experts
 
 Context = TypeVar("Context", bound=AttentionContext)
 
-_LAYERS_TOGETHER = None
+# Layers of a turn of the loop over them on a GPU, where a turn costs 5 us and copies what it carries.
+_LAYERS_TOGETHER = 4
 _INIT_STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
 
 
@@ -309,7 +310,8 @@ class Qwen3Moe(nnx.Module):
             return x, normed, context, epochs
 
         normed = rms_norm(x, self.input_norm[start], config.rms_norm_eps)
-        together = _LAYERS_TOGETHER if isinstance(start, int) and isinstance(stop, int) else None
+        known = isinstance(start, int) and isinstance(stop, int)
+        together = _LAYERS_TOGETHER if known and jax.default_backend() == "gpu" else None
         x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs), unroll=together)
         return x, context, epochs
 

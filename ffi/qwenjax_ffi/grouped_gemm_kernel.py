@@ -259,8 +259,8 @@ def _problem(
     blocks = -(-rows // tile.rows) * -(-row_units // tile.m_units) * tile.k_blocks
     if tile.k_blocks > 1 and (num_groups > 1 or blocks > H200_SMS):
         raise ValueError(
-            f"{tile} for {rows} rows of {num_groups} groups takes {blocks} blocks; where blocks share k, a cluster has one "
-            f"tile at most: it is for one group and up to {H200_SMS} blocks"
+            f"{tile} for {rows} rows of {num_groups} groups takes {blocks} blocks; where blocks share k, a cluster has "
+            f"one tile at most: it is for one group and up to {H200_SMS} blocks"
         )
     return Problem(is_packed, k, widths, num_groups, epilogue, tile, H200_SMS, float32_out, layers)
 

@@ -29,26 +29,43 @@ def process_logits(
     """
     logits = logits.astype(jnp.float32)
     rows = jnp.arange(logits.shape[0])[:, None]
-    # One branch for both scatters, since few requests need either.
-    too_short = position - arrays.prompt_len < arrays.min_tokens
-    has_bias = arrays.bias_ids < logits.shape[1]
+    too_short = _too_short(arrays, position)
 
     def edit(logits: jax.Array) -> jax.Array:
         banned = jnp.where(too_short[:, None], -jnp.inf, jnp.float32(0))
         logits = logits.at[rows, arrays.end_ids].add(banned, mode="drop")
         return logits.at[rows, arrays.bias_ids].add(arrays.bias_values, mode="drop")
 
-    logits = jax.lax.cond(too_short.any() | has_bias.any(), edit, lambda logits: logits, logits)
+    # One branch for both scatters, since few requests need either.
+    edits = too_short.any() | _has_bias(arrays, logits.shape[1]).any()
+    logits = jax.lax.cond(edits, edit, lambda logits: logits, logits)
     if counts is not None:
-        has_penalties = (arrays.repetition_penalty != 1) | (arrays.presence_penalty != 0)
-        has_penalties |= arrays.frequency_penalty != 0
 
         def penalise(logits: jax.Array, counts: TokenCounts) -> jax.Array:
             return _penalise(logits, arrays, counts.of(logits.shape[0], count_rows))
 
-        logits = jax.lax.cond(has_penalties.any(), penalise, lambda logits, _: logits, logits, counts)
+        logits = jax.lax.cond(_has_penalties(arrays).any(), penalise, lambda logits, _: logits, logits, counts)
     temperature = jnp.where(arrays.temperature > 0, arrays.temperature, 1)
     return truncate(logits / temperature[:, None], arrays.top_k, arrays.top_p, arrays.min_p)
+
+
+def may_move_the_maximum(arrays: SamplingArrays, position: jax.Array, vocab_size: int) -> jax.Array:
+    """Whether a row's largest logit may be another than before `process_logits`, bool [rows]."""
+    # Truncation keeps the largest and its ties, and a temperature their order.
+    return _too_short(arrays, position) | _has_bias(arrays, vocab_size).any(axis=1) | _has_penalties(arrays)
+
+
+def _too_short(arrays: SamplingArrays, position: jax.Array) -> jax.Array:
+    return position - arrays.prompt_len < arrays.min_tokens
+
+
+def _has_bias(arrays: SamplingArrays, vocab_size: int) -> jax.Array:
+    return arrays.bias_ids < vocab_size
+
+
+def _has_penalties(arrays: SamplingArrays) -> jax.Array:
+    penalties = arrays.presence_penalty, arrays.frequency_penalty
+    return (arrays.repetition_penalty != 1) | (penalties[0] != 0) | (penalties[1] != 0)
 
 
 def _penalise(logits: jax.Array, arrays: SamplingArrays, counts: TokenCounts) -> jax.Array:

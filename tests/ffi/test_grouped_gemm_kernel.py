@@ -120,8 +120,11 @@ def test_a_dtype_that_the_kernel_does_not_write_is_rounded_to_from_float32() -> 
         )
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 300])
-@pytest.mark.parametrize(("k", "widths"), [(2048, (4096, 512, 512)), (256, (64, 128, 96)), (96, (64, 40))], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "k", "widths"),
+    [(1, 2048, (4096, 512, 512)), (64, 2048, (4096, 512, 512)), (300, 256, (64, 128, 96)), (16, 96, (64, 40))],
+    ids=str,
+)
 def test_matrices_side_by_side_equal_float64(rows: int, k: int, widths: tuple[int, ...]) -> None:
     weights = [random_weight(seed, (LAYERS, width, k)) for seed, width in enumerate(widths)]
     x = rows_of(9, rows, k)
@@ -132,6 +135,26 @@ def test_matrices_side_by_side_equal_float64(rows: int, k: int, widths: tuple[in
         expected = on_host(x) @ np.concatenate([float64(weight, LAYER) for weight in weights]).T
         assert y.dtype == out_dtype
         assert np.linalg.norm(on_host(y) - expected) <= bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "tile"),
+    [
+        (1, 4096, Tile(8, 4, 1, split_k=True, k_blocks=4)),
+        (64, 4096, Tile(64, 2, 1, split_k=True, k_blocks=2)),
+        (30, 512, Tile(32, 2, 1, k_blocks=4)),
+        (200, 4096, Tile(128, 2, 1, split_k=True, k_blocks=2)),
+    ],
+    ids=str,
+)
+def test_blocks_of_a_cluster_add_their_runs_of_k_up(rows: int, k: int, tile: Tile) -> None:
+    weight, x = random_weight(3, (LAYERS, 1, 2048, k)), rows_of(4, rows, k)
+    sizes, layer = jnp.asarray([rows], jnp.int32), jnp.int32(LAYER)
+    call = jax.jit(lambda *a: kernels.grouped_gemm(*a, out_dtype=jnp.float32, tile=tile))
+    expected = on_host(x) @ float64(weight, LAYER, 0).T
+    first, second = (np.asarray(call(x, sizes, pack(weight), layer)) for _ in range(2))
+    assert np.linalg.norm(first - expected) <= 1e-6 * np.linalg.norm(expected)
+    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("kind", RANDOM)

@@ -34,8 +34,7 @@ def close(ours: jax.Array, expected: jax.Array) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64, 257])
-@pytest.mark.parametrize("features", [8, 264, 2048, 4096])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 2048), (257, 264), (64, 4096), (3, 8)])
 def test_sums_and_norms_are_the_references(tokens: int, features: int) -> None:
     residual, x, weight = (normal(s, *shape) for s, shape in enumerate([(tokens, features)] * 2 + [(LAYERS, features)]))
     for layer in (0, LAYERS - 1):
@@ -52,8 +51,10 @@ def test_sums_and_norms_are_the_references(tokens: int, features: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 3, 256])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(32, 4, 128), (4, 2, 64), (6, 1, 144), (2, 2, 16)])
+@pytest.mark.parametrize(
+    ("batch", "q_heads", "kv_heads", "head_dim"),
+    [(1, 32, 4, 128), (256, 32, 4, 128), (3, 4, 2, 64), (2, 6, 1, 144), (5, 2, 2, 16)],
+)
 def test_heads_are_the_references(batch: int, q_heads: int, kv_heads: int, head_dim: int) -> None:
     qkv = normal(0, batch, 2, (q_heads + 2 * kv_heads) * head_dim)
     norms = [normal(seed, LAYERS, head_dim) for seed in (1, 2)]
@@ -67,9 +68,10 @@ def test_heads_are_the_references(batch: int, q_heads: int, kv_heads: int, head_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64, 257])
-@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (72, 5), (8, 8), (512, 32)])
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "normalise"),
+    [(1, 128, 8, True), (257, 128, 8, True), (64, 72, 5, False), (3, 8, 8, True), (64, 512, 32, True)],
+)
 def test_routing_is_the_references(tokens: int, experts: int, top_k: int, normalise: bool) -> None:
     logits = normal(tokens, tokens, experts, dtype=jnp.float32) * 3
     valid = jnp.arange(tokens) % 5 != 3

@@ -19,6 +19,7 @@ from qwenjax.sampling import (
     sample,
 )
 from qwenjax.sampling.noise import gumbel_from_bits
+from qwenjax.sampling.process import may_move_the_maximum
 from qwenjax.sampling_params import SamplingParams
 
 VOCAB = 515
@@ -209,3 +210,25 @@ def test_end_ids_are_recognised_on_the_device():
     batch = jax.tree.map(jnp.asarray, arrays_of([make_row(), None]))
     assert batch.is_end(jnp.array([0, 0])).tolist() == [True, False]
     assert batch.is_end(jnp.array([1, 1])).tolist() == [False, False]
+
+
+@pytest.mark.parametrize("one", [{}, *(option for option in OPTIONS if "temperature" not in option)], ids=str)
+def test_a_batch_of_greedy_rows_draws_what_processing_draws_whatever_one_of_them_asks_for(one):
+    logits, positions, counts = mixed_inputs()
+    logits[5] = np.nan
+    logits[6] = 0
+    logits[7, 9] = -0.0
+    rows = [make_row(temperature=0.0) for _ in range(ROWS)]
+    for changed in (one, {**one, "temperature": 0.0}):
+        rows[3] = make_row(**changed)
+        arrays = arrays_of(rows)
+        drawn = jax.jit(sample)(logits, arrays, positions, counts)
+        np.testing.assert_array_equal(drawn, process_and_draw(logits, arrays, positions, counts)[1])
+
+
+def test_what_may_move_the_largest_logit_is_told_by_row():
+    positions = jnp.full(6, 3, jnp.int32)
+    stays = [make_row(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1), None]
+    moves = [{"logit_bias": {3: 2.0}}, {"min_tokens": 8}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.2}]
+    arrays = arrays_of([*stays, *(make_row(temperature=0.0, **option) for option in moves)])
+    assert may_move_the_maximum(arrays, positions, VOCAB).tolist() == [False] * 2 + [True] * 4
