@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,27 +125,29 @@ def moe_replicated_tokens_rms_norm(
     residual: [tokens, hidden]; norm_weight: [hidden], or a stack of which norm_layer is taken, as
     `collectives.all_reduce_rms_norm` takes them.
     """
-    operands = (x, ids, weights, experts.w13, experts.w2)
     if (
         jax.lax.axis_size(axis_name) > 1
         or norm_layer is None
-        or experts_kernel.unavailable(*operands, activation_format)
+        or experts_kernel.unavailable(x, ids, weights, experts.w13, experts.w2, activation_format)
         or token_kernels.add_rms_norm_unavailable(residual, x, norm_weight)
     ):
         partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
         return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs, norm_layer)
 
-    def apart(*operands: Any) -> tuple[jax.Array, jax.Array]:
-        *of_experts, w13, w2, layer, residual, norm_weight, norm_layer = operands
-        added = local_experts(*of_experts, ExpertWeights(w13, w2, layer), 0, activation_format)
-        return add_rms_norm(residual, added, norm_weight, eps, norm_layer, implementation="reference")
+    def apart(
+        x: jax.Array, ids: jax.Array, weights: jax.Array, experts: ExpertWeights, norm: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        added = local_experts(x, ids, weights, experts, 0, activation_format)
+        return add_rms_norm(norm[0], added, norm[1], eps, norm[2], implementation="reference")
 
-    def chain(*operands: Any) -> tuple[jax.Array, jax.Array]:
-        *of_experts, residual, norm_weight, norm_layer = operands
-        return experts_kernel.local_experts_add_rms_norm(*of_experts, 0, residual, norm_weight, norm_layer, eps)
+    def chain(
+        x: jax.Array, ids: jax.Array, weights: jax.Array, experts: ExpertWeights, norm: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        return experts_kernel.local_experts_add_rms_norm(x, ids, weights, *experts, 0, norm, eps)
 
-    layer, norm_layer = (jnp.asarray(index, jnp.int32) for index in (experts.layer, norm_layer))
-    both = with_gradient(chain, apart)(*operands, layer, residual, norm_weight, norm_layer)
+    index = jnp.asarray(norm_layer, jnp.int32)
+    experts = experts._replace(layer=jnp.asarray(experts.layer, jnp.int32))
+    both = with_gradient(chain, apart)(x, ids, weights, experts, (residual, norm_weight, index))
     return *both, epochs
 
 

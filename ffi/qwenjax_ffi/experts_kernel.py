@@ -30,6 +30,8 @@ def unavailable(
     activation_format: ActivationFormat = "model",
 ) -> str | None:
     """Why the chain cannot run with these arguments on this machine; None where it can."""
+    if any(isinstance(weight, PackedMXFP8Weight) and weight.layout != "fragments" for weight in (w13, w2)):
+        return "a weight is packed for Blackwell, whose kernels are called apart"
     if ids.shape[1] > MAX_TOP_K or x.shape[1] % 8 or not x.size:
         return f"x is {list(x.shape)} with {ids.shape[1]} experts a token; sum_rows takes other shapes"
     return (
@@ -61,17 +63,17 @@ def local_experts_add_rms_norm(
     w2: AnyWeight,
     layer: jax.Array | int,
     first_expert: jax.Array | int,
-    residual: jax.Array,
-    norm_weight: jax.Array,
-    norm_layer: jax.Array | int,
+    norm: tuple[jax.Array, ...],
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`norm.add_rms_norm` of the residual and what `local_experts` gives, its last kernel and the sum of rows in one.
+    """`norm.add_rms_norm` of a residual and what `local_experts` gives, its last kernel and the sum of rows in one.
 
-    residual: [tokens, hidden]; norm_weight: [layers, hidden], as `token_kernels.add_rms_norm_unavailable` lets pass.
+    norm: the residual [tokens, hidden], the weights of norms [layers, hidden], as
+    `token_kernels.add_rms_norm_unavailable` lets them pass, and the layer of theirs, int32.
     """
-    norm = residual, norm_weight, jnp.asarray(norm_layer, jnp.int32).reshape(1)
-    total, normed = _call(x, ids, weights, w13, w2, layer, first_expert, norm, eps)
+    residual, norm_weight, norm_layer = norm
+    operands = residual, norm_weight, jnp.asarray(norm_layer, jnp.int32).reshape(1)
+    total, normed = _call(x, ids, weights, w13, w2, layer, first_expert, operands, eps)
     return total, normed
 
 

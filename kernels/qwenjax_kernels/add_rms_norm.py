@@ -95,8 +95,8 @@ class AddRmsNorm:
             addresses = residual.iterator.toint() + row, first_weight
             loaded.append([device.load_global_v4_or_zeros_if(there, address + offset) for address in addresses])
         own_row = token
-        if cutlass.const_expr(token_rows is not None):
-            own_row = self.own_row(token_rows.iterator.toint(), token)
+        if cutlass.const_expr(self.top_k is not None):
+            own_row = self.own_row(device.address_of(token_rows), token)
         if cutlass.const_expr(self.follows):
             cute.arch.griddepcontrol_wait()
         sums = []
@@ -144,7 +144,7 @@ class AddRmsNorm:
             words = device.load_global_v4_or_zeros_if(
                 Int32(there), place + Int64(row) * row_bytes, read_only=not self.follows
             )
-            return vectors.floats(words, BFloat16)
+            return vectors.floats(list(words), BFloat16)
         sums = [Float32(0.0) for _ in range(PER_VECTOR)]
         for begin in cutlass.range_constexpr(0, self.top_k, ROWS_AT_ONCE):
             loaded = []
@@ -155,5 +155,5 @@ class AddRmsNorm:
                     device.load_global_v4_or_zeros_if(Int32(there and chosen >= 0), address, read_only=not self.follows)
                 )
             for words in loaded:
-                sums = [a + b for a, b in zip(sums, vectors.floats(words, BFloat16), strict=True)]
+                sums = [a + b for a, b in zip(sums, vectors.floats(list(words), BFloat16), strict=True)]
         return vectors.rounded(sums, BFloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,7 +73,9 @@ def test_a_chain_that_ends_in_a_norm_gives_the_bits_of_both_apart(tokens: int) -
     norms = jax.random.normal(jax.random.key(5), (LAYERS, HIDDEN), jnp.bfloat16)
     ids = jax.random.randint(jax.random.key(3), (tokens, TOP_K), -1, EXPERTS + 5)
     operands = (x, ids, jax.random.uniform(jax.random.key(6), (tokens, TOP_K)), w13, w2, jnp.int32(1), 0)
-    ours = jax.jit(lambda *a: experts_kernel.local_experts_add_rms_norm(*a, residual, norms, 2, 1e-6))(*operands)
+    ours = jax.jit(lambda *a: experts_kernel.local_experts_add_rms_norm(*a, (residual, norms, jnp.int32(2)), 1e-6))(
+        *operands
+    )
     added = jax.jit(experts_kernel.local_experts)(*operands)
     expected = jax.jit(lambda *a: token_kernels.add_rms_norm(*a, norms, 2, 1e-6))(residual, added)
     for one, other in zip(ours, expected, strict=True):
@@ -84,5 +87,7 @@ def test_unavailable_says_why() -> None:
     w13 = PackedMXFP8Weight(jnp.zeros((1, 8, 2, 1, 8448), jnp.uint8), 128, 64, "gate_up")
     w2 = PackedMXFP8Weight(jnp.zeros((1, 8, 1, 1, 8448), jnp.uint8), 64, 64, "plain")
     assert "sum_rows takes other shapes" in str(experts_kernel.unavailable(x[:, :60], ids, weights, w13, w2))
+    other = replace(w2, data=jnp.zeros((1, 8, 1, 1, 16896), jnp.uint8), layout="block_scaled")
+    assert "packed for Blackwell" in str(experts_kernel.unavailable(x, ids, weights, w13, other))
     if jax.default_backend() == "cpu":
         assert "the backend is cpu" in str(experts_kernel.unavailable(x, ids, weights, w13, w2))
