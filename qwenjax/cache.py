@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
-from qwenjax_ffi.attention import causal_attention, paged_attention, write_keys_and_values
+from qwenjax_ffi.attention import causal_attention, write_and_attend
 
 PAGE_SIZE = 64  # tokens a page; TMA and cuDNN want 64 or more, smaller pages waste less of a short sequence's last one
 
@@ -74,10 +74,9 @@ class PagedContext:
     positions: jax.Array
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array) -> tuple[jax.Array, Self]:
-        keys, values = write_keys_and_values(
-            self.cache.keys, self.cache.values, k, v, self.page_table, self.positions, layer
+        out, keys, values = write_and_attend(
+            q, k, v, self.cache.keys, self.cache.values, self.page_table, self.positions, layer
         )
-        out = paged_attention(q, keys, values, self.page_table, self.positions, layer)
         return out, replace(self, cache=KVCache(keys, values))
 
 

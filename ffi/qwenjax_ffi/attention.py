@@ -58,6 +58,26 @@ def write_keys_and_values(
     return keys, write_pages(value_cache, v, page_table, positions, layer)
 
 
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`paged_attention` over the caches that `write_keys_and_values` returns, and these; one call where both run in
+    kernels of ours."""
+    k, v = k.astype(key_cache.dtype), v.astype(value_cache.dtype)
+    unwritten = attention_kernel.writes_unavailable(k, v, key_cache, value_cache)
+    if unwritten is None and choose_form(q, key_cache, value_cache, "auto") == "kernel":
+        return attention_kernel.write_and_attend(q, k, v, key_cache, value_cache, page_table, positions, layer)
+    keys, values = write_keys_and_values(key_cache, value_cache, k, v, page_table, positions, layer)
+    return paged_attention(q, keys, values, page_table, positions, layer), keys, values
+
+
 def unavailable_forms(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> dict[Form, str]:
     """Why each form that cannot run with these arguments on this machine cannot."""
     reasons: dict[Form, str | None] = {

@@ -94,38 +94,62 @@ def paged_attention(
     """
     if reason := unsupported(q, k_cache, v_cache):
         raise ValueError(f"paged_attention: {reason}")
-    batch, tokens, q_heads, head_dim = q.shape
-    _, num_pages, kv_heads, page_size, _ = k_cache.shape
-    splits = splits or choose_splits(batch * kv_heads)
-    max_pages = page_table.shape[1]
-    problem = (
-        q.dtype.name,
-        batch,
-        tokens,
-        q_heads,
-        kv_heads,
-        head_dim,
-        num_pages,
-        page_size,
-        max_pages,
-        splits,
-        num_blocks,
-    )
-    partial = (batch, kv_heads, splits.max_splits, tokens * q_heads // kv_heads)
+    problem, between = _problem(q, k_cache, page_table, splits, num_blocks)
     from cutlass.jax import cutlass_call
 
     call = cutlass_call(
         _launcher(*problem),
-        output_shape_dtype=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((*partial, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*partial, 2), jnp.float32),
-        ),
+        output_shape_dtype=(jax.ShapeDtypeStruct(q.shape, q.dtype), *between),
         compile_key=("qwenjax paged_attention", *problem),
     )
     index = jnp.asarray(layer, jnp.int32).reshape(1)
     out, _, _ = call(q, k_cache, v_cache, page_table.astype(jnp.int32), positions.astype(jnp.int32), index)
     return out
+
+
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`write_pages` and `paged_attention` in one call, in which attention starts while the writes end.
+
+    For what `writes_unavailable` and `unsupported` let pass. Returns the result and both caches.
+    """
+    problem, between = _problem(q, k_cache, page_table, None, H200_SMS)
+    writes = _writes_problem(k, k_cache, page_table)
+    from cutlass.jax import cutlass_call
+
+    caches = tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache))
+    call = cutlass_call(
+        _chain_launcher(writes, problem),
+        output_shape_dtype=(*caches, jax.ShapeDtypeStruct(q.shape, q.dtype), *between),
+        input_output_aliases={6: 0, 7: 1},
+        compile_key=("qwenjax write_and_attend", *writes, *problem),
+    )
+    index = jnp.asarray(layer, jnp.int32).reshape(1)
+    keys, values, out, *_ = call(
+        q, k, v, page_table.astype(jnp.int32), positions.astype(jnp.int32), index, k_cache, v_cache
+    )
+    return out, keys, values
+
+
+def _problem(
+    q: jax.Array, k_cache: jax.Array, page_table: jax.Array, splits: Splits | None, num_blocks: int
+) -> tuple[tuple[Any, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """What attention is compiled for, and what passes between its two kernels."""
+    batch, tokens, q_heads, head_dim = q.shape
+    _, num_pages, kv_heads, page_size, _ = k_cache.shape
+    splits = splits or choose_splits(batch * kv_heads)
+    sizes = (batch, tokens, q_heads, kv_heads, head_dim, num_pages, page_size, page_table.shape[1])
+    partial = (batch, kv_heads, splits.max_splits, tokens * q_heads // kv_heads)
+    between = (jax.ShapeDtypeStruct((*partial, last), jnp.float32) for last in (head_dim, 2))
+    return (q.dtype.name, *sizes, splits, num_blocks), tuple(between)
 
 
 def write_pages(
@@ -138,10 +162,7 @@ def write_pages(
     layer: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
     """Both caches with k and v, of the caches' dtype, at their positions: as `qwenjax_ffi.attention.write_pages`."""
-    batch, tokens, kv_heads, head_dim = k.shape
-    _, num_pages, _, page_size, _ = key_cache.shape
-    row_bytes = head_dim * k.dtype.itemsize
-    problem = (batch, tokens, kv_heads, row_bytes, num_pages, page_size, page_table.shape[1])
+    problem = _writes_problem(k, key_cache, page_table)
     from cutlass.jax import cutlass_call
 
     call = cutlass_call(
@@ -154,16 +175,18 @@ def write_pages(
     return call(k, v, page_table.astype(jnp.int32), positions.astype(jnp.int32), index, key_cache, value_cache)
 
 
-@functools.cache
-def _writer(
+def _writes_problem(k: jax.Array, cache: jax.Array, page_table: jax.Array) -> tuple[int, ...]:
+    batch, tokens, kv_heads, head_dim = k.shape
+    _, num_pages, _, page_size, _ = cache.shape
+    return (batch, tokens, kv_heads, head_dim * k.dtype.itemsize, num_pages, page_size, page_table.shape[1])
+
+
+def _page_writes(
     batch: int, tokens: int, kv_heads: int, row_bytes: int, num_pages: int, page_size: int, max_pages: int
 ) -> Any:
-    """As `_launcher`, of the writes."""
-    import cutlass.cute as cute
-
     from qwenjax_kernels.page_writes import PageWrites
 
-    kernel = PageWrites(
+    return PageWrites(
         batch=batch,
         tokens=tokens,
         kv_heads=kv_heads,
@@ -173,15 +196,9 @@ def _writer(
         max_pages=max_pages,
     )
 
-    @cute.jit
-    def launch(stream, k, v, page_table, positions, layer, keys, values):  # type: ignore[no-untyped-def]
-        kernel.launch(stream, k, v, page_table, positions, layer, keys, values)
 
-    return launch
-
-
-@functools.cache
-def _launcher(
+def _attention(
+    follows: bool,
     dtype: str,
     batch: int,
     tokens: int,
@@ -194,13 +211,11 @@ def _launcher(
     splits: Splits,
     num_blocks: int,
 ) -> Any:
-    """The `@cute.jit` function of one problem, kept so that its compilation is found again."""
     import cutlass
-    import cutlass.cute as cute
 
     from qwenjax_kernels.paged_attention import PagedAttention
 
-    kernel = PagedAttention(
+    return PagedAttention(
         dtype={"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype],
         batch=batch,
         tokens=tokens,
@@ -212,10 +227,51 @@ def _launcher(
         max_pages=max_pages,
         splits=splits,
         num_blocks=num_blocks,
+        follows=follows,
     )
+
+
+@functools.cache
+def _writer(*problem: Any) -> Any:
+    """The `@cute.jit` function of one problem's writes, kept so that its compilation is found again."""
+    import cutlass.cute as cute
+
+    kernel = _page_writes(*problem)
+
+    @cute.jit
+    def launch(stream, k, v, page_table, positions, layer, keys, values):  # type: ignore[no-untyped-def]
+        kernel.launch(stream, k, v, page_table, positions, layer, keys, values)
+
+    return launch
+
+
+@functools.cache
+def _launcher(*problem: Any) -> Any:
+    """The same of attention."""
+    import cutlass.cute as cute
+
+    kernel = _attention(False, *problem)
 
     @cute.jit
     def launch(stream, q, k_cache, v_cache, page_table, positions, layer, out, partial, stats):  # type: ignore[no-untyped-def]
         kernel.launch(stream, q, k_cache, v_cache, page_table, positions, layer, out, partial, stats)
+
+    return launch
+
+
+@functools.cache
+def _chain_launcher(writes_problem: tuple[int, ...], problem: tuple[Any, ...]) -> Any:
+    """The same of both."""
+    import cutlass.cute as cute
+
+    writes = _page_writes(*writes_problem)
+    attention = _attention(True, *problem)
+
+    @cute.jit
+    def launch(  # type: ignore[no-untyped-def]
+        stream, q, k, v, page_table, positions, layer, keys, values, out, partial, stats
+    ):
+        writes.launch(stream, k, v, page_table, positions, layer, keys, values)
+        attention.launch(stream, q, keys, values, page_table, positions, layer, out, partial, stats)
 
     return launch

@@ -80,8 +80,7 @@ def linear_side_by_side(
     packed = [weight for weight in weights if isinstance(weight, PackedMXFP8Weight)]
     reasons = (kernel.unavailable(x, weight, activation_format=activation_format) for weight in packed)
     why = why or kernel.apart(packed) or next(filter(None, reasons), None)
-    if implementation == "kernel" or (implementation == "auto" and why is None):
-        choose("linear_side_by_side", implementation, why)
+    if choose("linear_side_by_side", implementation, why) == "kernel":
         dtype = jnp.dtype(out_dtype or x.dtype)
         rows = x.reshape(-1, x.shape[-1])
         y = kernel.side_by_side(rows, packed, layer, out_dtype=kernel.kernel_dtype(dtype))

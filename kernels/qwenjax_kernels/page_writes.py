@@ -69,6 +69,7 @@ class PageWrites:
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         index = block * THREADS + thread
         if index < self.count:
             query = index // self.token_vectors

@@ -63,7 +63,9 @@ class PagedAttention:
         max_pages: int,
         splits: Splits,
         num_blocks: int,
+        follows: bool = False,
     ) -> None:
+        """follows: the kernel that writes new keys and values to the caches may still run at the launch."""
         self.dtype = dtype
         self.tokens = tokens
         self.q_heads = q_heads
@@ -77,6 +79,7 @@ class PagedAttention:
         self.batch = batch
         self.splits = splits
         self.num_blocks = num_blocks
+        self.follows = follows
         self.row_tiles = attention_splits.row_tiles(self.rows)
         self.halves = 1 if self.rows <= MMA_ROWS // 2 else 2  # of a row tile that hold rows
         self.key_warps = attention_splits.key_warps(self.rows)
@@ -118,6 +121,7 @@ class PagedAttention:
             block=[PRODUCERS + self.consumers * WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.follows,
         )
         self.combine.launch(stream, partial, stats, positions, out)
 
@@ -225,6 +229,8 @@ class PagedAttention:
         lane: Int32,
     ) -> None:
         """The producers: a page's rows of a kv head are contiguous, and each thread copies 16 bytes of every 2 KiB."""
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         row_lanes = self.row_bytes // 16
         turn_rows = PRODUCERS // row_lanes
         turn_bytes = PRODUCERS * 16

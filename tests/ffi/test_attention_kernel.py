@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwenjax_ffi import attention_kernel
 from qwenjax_ffi.attention import choose_form, paged_attention, unavailable_forms, write_keys_and_values
 from qwenjax_ffi.attention_kernel import paged_attention as kernel_attention
 from qwenjax_ffi.attention_kernel import unsupported, writes_unavailable
@@ -248,3 +249,32 @@ def test_caches_of_more_than_2_to_the_31_elements() -> None:
     shifted = jnp.where(table < count, table + pages - count, table)
     out = attend(q, *large, shifted, positions, layers - 1)
     assert errors(out, wanted, positions).max() < 2**-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[8]], ids=str)
+def test_writes_and_attention_in_one_call_give_the_bits_of_both_apart(shape: Shape) -> None:
+    """Keys that are read before they are written are NaN here, and in a later turn those of another layer."""
+    q, keys, values, table, positions = paged_sequences(shape, LENGTHS)
+    size = (*positions.shape, keys.shape[2], keys.shape[4])
+    k, v = (jax.random.normal(jax.random.key(seed), size, keys.dtype) for seed in (8, 9))
+    pages = jnp.minimum(table, keys.shape[1] - 1)
+
+    def together(*arguments: Any) -> tuple[jax.Array, ...]:
+        return attention_kernel.write_and_attend(*arguments)
+
+    def apart(q: Any, k: Any, v: Any, keys: Any, values: Any, *rest: Any) -> tuple[jax.Array, ...]:
+        keys, values = attention_kernel.write_pages(keys, values, k, v, *rest)
+        return kernel_attention(q, keys, values, *rest), keys, values
+
+    def looped(function: Any, q: Any, keys: Any, values: Any) -> tuple[jax.Array, ...]:
+        def turn(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            x, keys, values = carry
+            layer = index % keys.shape[0]
+            return function(q + x, k + index, v - index, keys, values, pages, positions, layer)
+
+        return jax.lax.fori_loop(0, 7, turn, (jnp.zeros_like(q), keys, values))
+
+    results = [jax.jit(looped, static_argnums=0)(function, q, keys, values) for function in (together, apart)]
+    for ours, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint16), np.asarray(other).view(np.uint16))
