@@ -253,8 +253,8 @@ def _problem(
 ) -> Problem:
     if tile is None:
         width = sum(widths)
-        row_units, _ = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
-        tile = choose_tile(rows, num_groups, row_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
+        units = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
+        tile = choose_tile(rows, num_groups, *units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
     row_units, _ = fragments.units(sum(widths), k)
     blocks = -(-rows // tile.rows) * -(-row_units // tile.m_units) * tile.k_blocks
     if tile.k_blocks > 1 and (num_groups > 1 or blocks > H200_SMS):

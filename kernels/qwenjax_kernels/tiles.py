@@ -96,12 +96,23 @@ BF16_TILES = {
 # Time of a unit of 64 by 128 beside that of the highest tile of as many rows, where the tensor cores are the limit.
 SPLIT_K_COST = 1.3
 NEARLY = 1.1
+K_BLOCKS = 2  # of a cluster that share a tile's k; 4 were slower than 2, at one row and at 64
+MAX_INBOX_BYTES = 64 << 10
 
 
 def choose_tile(
-    rows: int, num_groups: int, row_units: int, *, mxfp8: bool, float32_out: bool = False, num_sms: int = 132
+    rows: int,
+    num_groups: int,
+    row_units: int,
+    k_units: int = 1,
+    *,
+    mxfp8: bool,
+    float32_out: bool = False,
+    num_sms: int = 132,
 ) -> Tile:
     """The tile of a call with `rows` rows over `num_groups` groups whose weights are `row_units` units high.
+
+    k_units: how many they are long. Where a single matrix has too few tiles for the multiprocessors, two share one.
 
     The rows of a tile follow the mean group, whose sizes vary, or are those of a single one: a group past it costs a
     second tile, whose weights come from the L2. Groups without rows have no tiles; as many have some as bins that so
@@ -122,4 +133,10 @@ def choose_tile(
     if float32_out:
         tiles = [replace(tile, units=min(tile.units, 128 // tile_rows)) for tile in tiles]
     shortest = min(map(longest_queue, tiles))
-    return max((tile for tile in tiles if longest_queue(tile) <= shortest * NEARLY), key=lambda tile: tile.m_units)
+    tile = max((tile for tile in tiles if longest_queue(tile) <= shortest * NEARLY), key=lambda tile: tile.m_units)
+    if not mxfp8 or num_groups > 1:
+        return tile
+    count = row_tiles * math.ceil(row_units / tile.m_units)
+    shared = replace(tile, k_blocks=K_BLOCKS)
+    even = k_units % K_BLOCKS == 0 and k_units // K_BLOCKS >= tile.warpgroups
+    return shared if even and count * K_BLOCKS <= num_sms and shared.inbox_bytes <= MAX_INBOX_BYTES else tile

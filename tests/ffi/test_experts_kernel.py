@@ -16,7 +16,7 @@ from qwenjax_ffi.packing import PackedMXFP8Weight, pack
 from qwenjax_ffi.routing import sort_rows
 from qwenjax_ffi.weights import MXFP8Weight
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 3, 32, 4, 512, 256
+LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 3, 32, 4, 768, 256
 
 
 def weight(seed: int, packed: bool, out: int, k: int) -> Any:

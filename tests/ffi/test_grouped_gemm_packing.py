@@ -209,6 +209,15 @@ def test_tile_choice(mean: float, groups: int, row_units: int, tile: Tile) -> No
     assert choose_tile(round(mean * groups), groups, row_units, mxfp8=True) == tile
 
 
+def test_blocks_share_k_where_a_single_matrix_has_few_tiles() -> None:
+    assert choose_tile(64, 1, 32, 32, mxfp8=True) == Tile(64, 2, 1, split_k=True, k_blocks=2)  # 30B o_proj
+    assert choose_tile(64, 1, 80, 16, mxfp8=True).k_blocks == 1  # q, k and v: 160 blocks would take two waves of 132
+    assert choose_tile(64, 1, 32, 31, mxfp8=True).k_blocks == 1
+    assert choose_tile(1, 1, 32, 4, mxfp8=True).k_blocks == 1  # four warpgroups share the k of a block already
+    assert choose_tile(64, 2, 32, 32, mxfp8=True).k_blocks == 1
+    assert choose_tile(64, 1, 32, 32, mxfp8=False).k_blocks == 1
+
+
 @given(st.integers(1, 20_000), st.integers(1, 128), st.integers(1, 200), st.booleans())
 def test_tiles_for_float32_have_room_for_every_accumulator_twice(
     rows: int, groups: int, row_units: int, mxfp8: bool
