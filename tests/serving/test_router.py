@@ -61,7 +61,7 @@ class Played:
     """A worker: it answers what it is told, one message at a time, and remembers what it holds."""
 
     def __init__(self, role: str, name: str, slots: int = 2, model: str = "model") -> None:
-        layout = StagingLayout(1, 4, 2, 8, 8, (0,), (0,))
+        layout = StagingLayout(1, 4, (0, 2), 8, 8, (0,), (0,), (0,))
         self.hello = Hello(name, name, 0, role, model, slots, 100, layout, (b"metadata",))  # type: ignore[arg-type]
         self.inbox = deque[Message]()
         self.held: dict[int, Work | None] = {}

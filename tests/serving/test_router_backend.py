@@ -53,7 +53,7 @@ class Played:
         self.refuses: str | None = None
 
     async def run(self) -> None:
-        layout = StagingLayout(1, 4, 2, 8, 8, (0,), (0,))
+        layout = StagingLayout(1, 4, (0, 2), 8, 8, (0,), (0,), (0,))
         while not self.socket.send(Hello(self.role, self.role, 1, self.role, "model", 2, 100, layout, (b"metadata",))):
             await asyncio.sleep(0.01)
         while True:
