@@ -16,12 +16,13 @@ from typing import Any, Literal
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 
 from qwenjax_kernels import all_reduce_protocol as protocol
 from qwenjax_kernels import peers, signals
-from qwenjax_kernels.all_reduce_parts import OneShotPart, Operands, TwoShotPart
-from qwenjax_kernels.heap_layout import MAX_BLOCKS, THREADS, TILE_BYTES, VECTOR, HeapLayout
+from qwenjax_kernels.all_reduce_parts import OneShotPart, TwoShotPart
+from qwenjax_kernels.expert_rows_limits import MAX_TOP_K
+from qwenjax_kernels.heap_layout import MAX_BLOCKS, TEAMS, THREADS, TILE_BYTES, VECTOR, HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch
 WARPS = THREADS // 32
@@ -31,8 +32,9 @@ class AllReduce:
     """The kernel for one message; call `launch` from a `@cute.jit` function.
 
     ranks: of the heap. dtype: BFloat16, Float16 or Float32. elements: of the message, at least 1. row: 0, or the
-    features of a row for the fused form, whose bytes must be a multiple of 16; eps: RMSNorm's. timeout_ns: of each
-    wait; trap: whether a failure stops the context (see `signals`).
+    features of a row for the fused form, whose bytes must be a multiple of 16; eps: RMSNorm's. top_k, features: 0, or
+    the most rows of a token and their features, where the message is sums of rows. timeout_ns: of each wait; trap:
+    whether a failure stops the context (see `signals`). teams: of a block in two-shot; chosen where None.
     """
 
     def __init__(
@@ -43,13 +45,17 @@ class AllReduce:
         elements: int,
         algorithm: Algorithm,
         row: int = 0,
+        top_k: int = 0,
+        features: int = 0,
         eps: float = 0.0,
         timeout_ns: int = 60 * 10**9,
         trap: bool = True,
         max_blocks: int = MAX_BLOCKS,
+        teams: int | None = None,
     ) -> None:
         self.layout = HeapLayout(ranks)
         self.ranks, self.dtype, self.elements, self.algorithm = ranks, dtype, elements, algorithm
+        self.top_k, self.features = top_k, features
         self.row, self.eps, self.timeout_ns, self.trap = row, eps, timeout_ns, trap
         self.width = dtype.width // 8
         self.per_vector = VECTOR // self.width
@@ -62,27 +68,48 @@ class AllReduce:
         if row and (row * self.width % VECTOR or elements % row):
             raise ValueError(f"{elements} elements in rows of {row}: rows must be whole vectors of {VECTOR} bytes")
         self.row_vectors = row // self.per_vector
+        if top_k and (algorithm != "two_shot" or dtype is not BFloat16 or features % self.per_vector):
+            raise ValueError(
+                f"{algorithm} of {dtype.__name__} rows of {features} features: rows are added up by two_shot alone, in "
+                f"BFloat16 and multiples of {self.per_vector}"
+            )
+        if top_k > MAX_TOP_K or (top_k and elements % features):
+            raise ValueError(f"{elements} sums of up to {top_k} rows of {features} features; at most {MAX_TOP_K} rows")
         if algorithm == "one_shot":
             limit = self.layout.one_shot_bytes
             if self.vectors * VECTOR > limit:
                 raise ValueError(
                     f"{self.vectors * VECTOR} bytes; a one-shot message of {ranks} ranks has at most {limit}"
                 )
+            self.teams = 1
             self.tile_vectors = self.row_vectors or self.even_tile(128, THREADS)
         else:
             if self.row_vectors * VECTOR > TILE_BYTES:
                 raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
-            self.tile_vectors = self.even_tile(THREADS, TILE_BYTES // VECTOR)
+            self.teams = teams or self.choose_teams()
+            self.tile_vectors = self.even_tile(THREADS // self.teams, TILE_BYTES // self.teams // VECTOR)
             if row:
                 self.tile_vectors = max(1, self.tile_vectors // self.row_vectors) * self.row_vectors
+            if top_k:
+                token_vectors = features // self.per_vector
+                self.tile_vectors = next(n for n in range(self.tile_vectors, 0, -1) if token_vectors % n == 0)
         self.tiles = -(-self.vectors // self.tile_vectors)
         self.grid = min(max_blocks, self.tiles)
-        if -(-self.tiles // self.grid) >= protocol.STEPS:
-            raise ValueError(f"{elements} elements are {self.tiles} tiles, more than {protocol.STEPS - 1} a block")
+        most = protocol.STEPS - 2  # turns, and a signal more
+        if self.tiles > most * self.grid * self.teams:
+            raise ValueError(f"{elements} elements are {self.tiles} tiles, more than {most} a team")
+
+    def choose_teams(self) -> int:
+        """Teams of a block: what was fastest on two H200s. One where nothing but tiles is moved; more where a team does
+        more than that, in which another one stores. A row must fit the tile of a team."""
+        teams = TEAMS if self.top_k else 2 if self.row else 1
+        while self.row_vectors * VECTOR > TILE_BYTES // teams:
+            teams //= 2
+        return teams
 
     def even_tile(self, smallest: int, largest: int) -> int:
-        """Vectors of a tile with which every block has one, as far as these bounds let it."""
-        even = -(-self.vectors // MAX_BLOCKS)
+        """Vectors of a tile with which every team of every block has one, as far as these bounds let it."""
+        even = -(-self.vectors // (MAX_BLOCKS * self.teams))
         return min(largest, -(-even // smallest) * smallest)
 
     @property
@@ -97,6 +124,7 @@ class AllReduce:
         stream: cuda.CUstream,
         x: Int64,
         table: Int64,
+        token_rows: Int64 | None,
         residual: Int64 | None,
         weight: Int64 | None,
         out: Int64,
@@ -104,16 +132,25 @@ class AllReduce:
     ) -> None:
         """Enqueues the kernel. All are addresses.
 
-        x, out: elements of dtype; table: the epoch array, whose count is advanced. The fused form has residual and
+        x, out: elements of dtype; table: the epoch array, whose count is advanced. token_rows: int32 [tokens, top_k],
+        the row of each of a token's choices, -1 for none; x is rows [*, features] then, and the message their sums in
+        float32, in the order of the choices, rounded: what `sum_rows` writes. The fused form has residual and
         normed [rows, row] and weight [row]: out is residual + the sum, normed its RMSNorm times weight.
         """
-        self.kernel(x, table, residual, weight, out, normed).launch(
+        self.kernel(x, table, token_rows, residual, weight, out, normed).launch(
             grid=[self.grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, x: Int64, table: Int64, residual: Int64 | None, weight: Int64 | None, out: Int64, normed: Int64 | None
+        self,
+        x: Int64,
+        table: Int64,
+        token_rows: Int64 | None,
+        residual: Int64 | None,
+        weight: Int64 | None,
+        out: Int64,
+        normed: Int64 | None,
     ) -> None:
         @cute.struct
         class Storage:
@@ -127,13 +164,14 @@ class AllReduce:
         sums = storage.sums.data_ptr().toint()
         peers.Bases(bases, self.ranks).load(table)  # on its way together with the rank
         if peers.this_rank(table) >= 0:
-            self.run(x, table, residual, weight, out, normed, bases, epoch, sums)
+            self.run(x, table, token_rows, residual, weight, out, normed, bases, epoch, sums)
 
     @cute.jit
     def run(
         self,
         x: Int64,
         table: Int64,
+        token_rows: Int64 | None,
         residual: Int64 | None,
         weight: Int64 | None,
         out: Int64,
@@ -148,25 +186,32 @@ class AllReduce:
         rank = peers.this_rank(table)
         bases = peers.Bases(shared_bases, self.ranks)
         own = bases.base(rank)
-        addresses = (x, residual, weight, out, normed)
-        if cutlass.const_expr(self.algorithm == "one_shot"):
-            first_words = Operands(self, addresses).first_vector(block, thread)  # on its way while the epoch is drawn
+        addresses = (x, token_rows, residual, weight, out, normed)
+        common = (self, bases, rank, own, block, thread, shared_sums)
+        begun = Int64(0)
         if thread == 0:
             begun = signals.arrive(own, block, self.grid)
-            cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[shared_epoch, begun])
             if block == 0:
                 peers.count_collective(table)
+        # What needs no epoch is on its way while it is drawn.
+        if cutlass.const_expr(self.algorithm == "one_shot"):
+            one_shot = OneShotPart(common, addresses)
+            first_words = one_shot.first_vector(block, thread)
+        else:
+            transport = peers.MulticastTransport if self.algorithm == "multicast" else peers.PeerTransport
+            two_shot = TwoShotPart(common, addresses, transport(bases, table, rank, self.ranks, self.dtype))
+            two_shot.stage_first()
+        if thread == 0:
+            cute.arch.inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[shared_epoch, begun])
         cute.arch.sync_threads()
         epoch = cute.arch.inline_ptx(
             "ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[shared_epoch]
         )
         record = peers.failure_record(table)
         watch = signals.Watch(bases, own, record, rank, epoch, self.tag, self.timeout_ns, self.trap)
-        common = (self, bases, watch, rank, own, epoch, block, thread, shared_sums)
-        rounds = (self.tiles - block + (self.grid - 1)) // self.grid
         if cutlass.const_expr(self.algorithm == "one_shot"):
-            OneShotPart(common, addresses).run(rounds, first_words)
+            one_shot.begin(watch)
+            one_shot.run(first_words)
         else:
-            transport = peers.MulticastTransport if self.algorithm == "multicast" else peers.PeerTransport
-            reducer = transport(bases, table, rank, self.ranks, self.dtype)
-            TwoShotPart(common, addresses, reducer).run(rounds)
+            two_shot.begin(watch)
+            two_shot.run()

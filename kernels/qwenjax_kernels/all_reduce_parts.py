@@ -9,30 +9,31 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import all_reduce_protocol as protocol
-from qwenjax_kernels import peers, signals, vectors
+from qwenjax_kernels import device, peers, signals, vectors
 from qwenjax_kernels.heap_layout import (
     INBOX_BYTES,
-    MAX_BLOCKS,
     MAX_RANKS,
-    STAGED_BYTES,
+    TEAMS,
     THREADS,
     TILE_BYTES,
     VECTOR,
     HeapLayout,
 )
+from qwenjax_kernels.sum_rows import sums_of_rows
 from qwenjax_kernels.vectors import Words
 
 WARP = 32
-UNROLL = 8  # vectors of a copy in flight a thread: a whole tile of 64 KiB at once
+UNROLL = 4  # vectors of a copy in flight a thread: of two ranks, a team's whole slice at once
+ROWS_AT_A_TIME = 2  # of a token's, where the message is their sums
 LAST_WARP = THREADS - WARP  # compares the call with the peers', while the others wait for data
 
 
 class Operands:
-    """The operands and results of a call, at any alignment: (x, residual, weight, out, normed)."""
+    """The operands and results of a call, at any alignment: (x, token_rows, residual, weight, out, normed)."""
 
     def __init__(self, spec: Any, addresses: tuple[Any, ...]) -> None:
         self.spec = spec
-        self.x, self.residual, self.weight, self.out, self.normed = addresses
+        self.x, self.token_rows, self.residual, self.weight, self.out, self.normed = addresses
         together = self.x | self.out
         if spec.row:
             together = together | self.residual | self.weight | self.normed
@@ -77,33 +78,56 @@ class Operands:
 
 
 class Part(Operands):
-    """A block's view of a call, and what follows the sum: a store, or residual addition and RMSNorm."""
+    """What a team of a block's threads sees of a call, and what follows the sum: a store, or residual addition and
+    RMSNorm. In one-shot the block is one team."""
 
     def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...]) -> None:
-        spec, self.bases, self.watch, self.rank, self.own, self.epoch, self.block, self.thread, self.shared_sums = (
-            common
-        )
+        spec, self.bases, self.rank, self.own, self.block, block_thread, self.shared_sums = common
         super().__init__(spec, addresses)
+        self.threads = THREADS // spec.teams
+        self.team, self.thread = block_thread // self.threads, block_thread % self.threads
+        self.watcher = block_thread - LAST_WARP
 
-    def add_residual(self, sums: Words, vector: Int32) -> Any:
+    def begin(self, watch: signals.Watch) -> None:
+        """Before anything that needs the epoch."""
+        self.watch, self.epoch = watch, watch.epoch
+
+    @cute.jit
+    def barrier(self) -> None:
+        """Of the team's threads."""
+        if cutlass.const_expr(self.threads == THREADS):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.barrier(barrier_id=self.team + 1, number_of_threads=self.threads)
+
+    def load_with(self, load: Any, operand: Int64, vector: Int32, limit: int = 0) -> Words:
+        """A vector of an operand of `limit` elements, of the message's where 0; load: None where it may be ragged."""
+        if load is None:
+            return self.load(operand, vector, limit or self.spec.elements)
+        return load(operand + Int64(vector) * VECTOR)
+
+    def store_with(self, store: Any, result: Int64, vector: Int32, words: Words) -> None:
+        if store is None:
+            self.store(result, vector, words)
+        else:
+            store(result + Int64(vector) * VECTOR, words)
+
+    def add_residual(self, sums: Words, residual: Words, vector: Int32, store: Any = None) -> Any:
         """Stores residual + sum, rounded, to out; returns the sum of its squares."""
         dtype = self.spec.dtype
-        residual = vectors.floats(self.load(self.residual, vector, self.spec.elements), dtype)
-        words = vectors.words_of(peers.add(residual, vectors.floats(sums, dtype)), dtype)
-        self.store(self.out, vector, words)
+        words = vectors.words_of(peers.add(vectors.floats(residual, dtype), vectors.floats(sums, dtype)), dtype)
+        self.store_with(store, self.out, vector, words)
         squares = Float32(0.0)
         for value in vectors.floats(words, dtype):
             squares = squares + value * value
         return squares
 
-    def scale_row(self, vector: Int32, column: Int32, factor: Float32) -> None:
-        """Stores out * factor, rounded, times weight, rounded again, to normed; qwenjax_ffi.norm rounds so too."""
-        spec, dtype = self.spec, self.spec.dtype
-        values = vectors.floats(self.load(self.out, vector, spec.elements), dtype)
-        weight = vectors.floats(self.load(self.weight, column, spec.row), dtype)
-        scaled = vectors.rounded([value * factor for value in values], dtype)
-        products = [a * b for a, b in zip(scaled, weight, strict=True)]
-        self.store(self.normed, vector, vectors.words_of(products, dtype))
+    def scale(self, added: Words, weight: Words, factor: Float32, vector: Int32, store: Any = None) -> None:
+        """Stores added * factor, rounded, times weight, rounded again, to normed; qwenjax_ffi.norm rounds so too."""
+        dtype = self.spec.dtype
+        scaled = vectors.rounded([value * factor for value in vectors.floats(added, dtype)], dtype)
+        products = [a * b for a, b in zip(scaled, vectors.floats(weight, dtype), strict=True)]
+        self.store_with(store, self.normed, vector, vectors.words_of(products, dtype))
 
     def factor(self, squares: Float32) -> Float32:
         """1 / sqrt(mean of the squares + eps)."""
@@ -117,45 +141,45 @@ class Part(Operands):
         return value
 
     @cute.jit
-    def block_sum(self, value: Float32) -> Float32:
-        """The same sum in every thread of the block."""
+    def team_sum(self, value: Float32) -> Float32:
+        """The same sum in every thread of the team."""
         value = self.warp_sum(value)
+        sums = self.shared_sums + self.team * (self.threads // WARP * 4)
         if self.thread % WARP == 0:
             cute.arch.inline_ptx(
-                "st.shared.f32 [{$r0}], {$r1};", read_only_args=[self.shared_sums + self.thread // WARP * 4, value]
+                "st.shared.f32 [{$r0}], {$r1};", read_only_args=[sums + self.thread // WARP * 4, value]
             )
-        cute.arch.sync_threads()
+        self.barrier()
         total = Float32(0.0)
-        for warp in cutlass.range_constexpr(THREADS // WARP):
+        for warp in cutlass.range_constexpr(self.threads // WARP):
             total = total + cute.arch.inline_ptx(
-                "ld.shared.f32 {$w0}, [{$r0}];",
-                write_only_types=[Float32],
-                read_only_args=[self.shared_sums + warp * 4],
+                "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[sums + warp * 4]
             )
-        cute.arch.sync_threads()
+        self.barrier()
         return total
 
 
 class OneShotPart(Part):
     """Round i of a block is the tile i * grid + block: as many vectors as threads, or one row."""
 
-    def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...]) -> None:
-        super().__init__(common, addresses)
+    def begin(self, watch: signals.Watch) -> None:
+        super().begin(watch)
         self.flag = Uint32(self.epoch)
         self.half = self.spec.layout.one_shot_bytes
         self.rank_bytes = 2 * self.half
         self.inbox = self.spec.layout.inboxes + Int64(protocol.inbox(self.epoch)) * INBOX_BYTES
 
     @cute.jit
-    def run(self, rounds: Int32, first_words: Words) -> None:
+    def run(self, first_words: Words) -> None:
         """`all_reduce_protocol.ONE_SHOT`; first_words: what `first_vector` gave."""
+        rounds = (self.spec.tiles - self.block + (self.spec.grid - 1)) // self.spec.grid
         if self.block == 0:
-            self.watch.tell(self.thread - LAST_WARP)
+            self.watch.tell(self.watcher)
         self.push_first(first_words)
         for i in range(1, rounds):
             self.push(i)
         if self.block == 0:
-            self.watch.agree(self.thread - LAST_WARP)
+            self.watch.agree(self.watcher)
         for i in range(rounds):
             self.collect(i)
 
@@ -201,15 +225,17 @@ class OneShotPart(Part):
             if vector < spec.vectors:
                 sums = self.arrived(vector)
                 if cutlass.const_expr(spec.row > 0):
-                    squares = squares + self.add_residual(sums, vector)
+                    residual = self.load(self.residual, vector, spec.elements)
+                    squares = squares + self.add_residual(sums, residual, vector)
                 else:
                     self.store(self.out, vector, sums)
             column += THREADS
         if cutlass.const_expr(spec.row > 0):
-            factor = self.factor(self.block_sum(squares))
+            factor = self.factor(self.team_sum(squares))
             column = Int32(self.thread)
             while column < spec.tile_vectors:
-                self.scale_row(first + column, column, factor)
+                added = self.load(self.out, first + column, spec.elements)
+                self.scale(added, self.load(self.weight, column, spec.row), factor, first + column)
                 column += THREADS
 
     def arrived(self, vector: Int32) -> Words:
@@ -252,62 +278,84 @@ class OneShotPart(Part):
 
 
 class TwoShotPart(Part):
-    """Tile i of a block is the tile i * grid + block of the message, in slot i % SLOTS of the block's rings."""
+    """A team of a block's warps: all that it does is ordered by its own barriers, and no team waits for another of its
+    block. Tile i of a team is the tile i * (grid * teams) + number of the message, in slot i % SLOTS of its rings."""
 
     def __init__(self, common: tuple[Any, ...], addresses: tuple[Any, ...], transport: Any) -> None:
         super().__init__(common, addresses)
         self.transport = transport
         self.direct = transport.keeps_own and not self.spec.row  # whether reduce writes its own slice out itself
-        slots = Int64(self.block) * protocol.SLOTS
-        self.staged = self.spec.layout.staged + slots * STAGED_BYTES
-        self.results = self.spec.layout.results + slots * TILE_BYTES
+        # Tiles go to all blocks before they go to a block's next team.
+        self.number = self.team * self.spec.grid + self.block
+        self.tile_bytes = TILE_BYTES // self.spec.teams
+        self.staged_bytes = self.tile_bytes + MAX_RANKS * VECTOR
+        rings = (Int64(self.block) * self.spec.teams + Int64(self.team)) * protocol.SLOTS
+        self.staged = self.spec.layout.staged + rings * self.staged_bytes
+        self.results = self.spec.layout.results + rings * self.tile_bytes
+        place = Int64(self.block) * TEAMS + Int64(self.team)
+        self.signals = Int64(HeapLayout.signals) + place * (8 * MAX_RANKS)  # one a rank
 
     @cute.jit
-    def run(self, tiles: Int32) -> None:
-        """`all_reduce_protocol.TWO_SHOT`."""
+    def stage_first(self) -> None:
+        """Turn 0 stages its tile before the epoch is known: nothing of it depends on that."""
+        if self.number < self.spec.tiles:
+            self.stage(Int32(0))
+
+    @cute.jit
+    def run(self) -> None:
+        """`all_reduce_protocol.TWO_SHOT`, all but what `stage_first` did."""
+        spec = self.spec
+        tiles = (spec.tiles - self.number + (spec.grid * spec.teams - 1)) // (spec.grid * spec.teams)
         if self.block == 0:
-            self.watch.tell(self.thread - LAST_WARP)
-        for i in range(tiles + protocol.LAST_LAG):
+            self.watch.tell(self.watcher)
+        for turn in range(tiles + protocol.LAST_LAG):
             for step in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
-                self.take(protocol.TWO_SHOT[step], i - protocol.TWO_SHOT[step].lag, tiles)
-            self.signal(i, tiles)
+                self.take(protocol.TWO_SHOT[step], turn, turn - protocol.TWO_SHOT[step].lag, tiles)
+            if turn <= tiles:
+                self.signal(turn)
         if self.block == 0:
-            self.watch.agree(self.thread - LAST_WARP)
+            self.watch.agree(self.watcher)
 
     @cute.jit
-    def take(self, step: cutlass.Constexpr, tile: Int32, tiles: Int32) -> None:
-        """A step of the protocol, where the tile is one of the block's."""
-        if tile >= 0 and tile < tiles:
-            if cutlass.const_expr(step.waits_for is not None):
-                self.wait(step.waits_for, tile)
-            getattr(self, step.action)(tile)
+    def take(self, step: cutlass.Constexpr, turn: Int32, i: Int32, tiles: Int32) -> None:
+        """A step of the protocol: a wait for turn i, or what is done with tile i where the team has one."""
+        if cutlass.const_expr(step.action == "wait"):
+            if i >= 0:
+                self.wait(i)
+        elif i >= 0 and i < tiles and (turn > 0 or step.action != "stage"):
+            getattr(self, step.action)(i)
 
     @cute.jit
-    def signal(self, turn: Int32, tiles: Int32) -> None:
-        """Tells this block of every rank which phases this one has done in a turn."""
-        cute.arch.sync_threads()
+    def signal(self, turn: Int32) -> None:
+        """Tells this team of every rank that this one has ended a turn."""
+        self.barrier()
         if self.thread < self.spec.ranks:
             self.transport.fence()
             cute.arch.fence_acq_rel_sys()
-            peer = self.bases.base(self.thread) + Int64(self.rank) * 8
-            for index in cutlass.range_constexpr(len(protocol.TWO_SHOT)):
-                step = protocol.TWO_SHOT[index]
-                if cutlass.const_expr(step.signals is not None):
-                    tile = turn - step.lag
-                    if tile >= 0 and tile < tiles:
-                        value = protocol.signal_value(self.epoch, Int64(tile))
-                        signals.store_release(peer + self.signal_place(step.signals), value)
+            place = self.bases.base(self.thread) + self.signals + Int64(self.rank) * 8
+            signals.store_signal(place, protocol.signal_value(self.epoch, Int64(turn)))
+
+    @cute.jit
+    def wait(self, turn: Int32) -> None:
+        """Waits until this team of every rank has ended a turn."""
+        if self.thread < self.spec.ranks:
+            target = protocol.signal_value(self.epoch, Int64(turn))
+            self.watch.wait(self.signals + Int64(self.thread) * 8, target, self.thread)
+            self.transport.fence()
+        self.barrier()
 
     def extent(self, i: Int32) -> tuple[Int32, Int32]:
         """The first vector of tile i, and how many it has."""
-        first = (i * self.spec.grid + self.block) * self.spec.tile_vectors
+        first = (i * (self.spec.grid * self.spec.teams) + self.number) * self.spec.tile_vectors
         return first, cutlass.min(self.spec.vectors - first, self.spec.tile_vectors)
 
     @cute.jit
     def fast(self, first: Int32, count: Int32) -> Int32:
         """How many of a tile's vectors are whole and aligned: they come first."""
         fast = Int32(0)
-        if self.aligned:
+        if cutlass.const_expr(self.spec.top_k > 0):
+            fast = count
+        elif self.aligned:
             fast = cutlass.min(self.spec.full_vectors - first, count)
         return fast
 
@@ -326,21 +374,22 @@ class TwoShotPart(Part):
         skipped = mine if self.transport.keeps_own else Int32(0)
         fast = self.fast(first, count)
         fast = fast - cutlass.max(cutlass.min(fast - start, skipped), 0)
-        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
-        v = Int32(self.thread)
-        while v < fast:
-            places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
-            loaded = [vectors.load_operand(self.x + Int64(first + place) * VECTOR) for place in places]
+        ring = self.staged + Int64(protocol.slot(i)) * self.staged_bytes
+        done = Int32(0)
+        while done < fast:
+            turn = [done + self.thread + u * self.threads for u in range(UNROLL)]
+            places = [self.past(cutlass.min(index, fast - 1), start, skipped) for index in turn]
+            loaded = self.operands([first + place for place in places], vectors.load_operand)
             for u in cutlass.range_constexpr(UNROLL):
-                if v + u * THREADS < fast:
+                if turn[u] < fast:
                     vectors.store_shared_memory(self.transport.staging_address(ring, places[u], each), loaded[u])
-            v += UNROLL * THREADS
+            done += UNROLL * self.threads
         v = fast + self.thread
         while v < count - skipped:
             place = self.past(v, start, skipped)
             words = self.load(self.x, first + place, self.spec.elements)
             vectors.store_shared_memory(self.transport.staging_address(ring, place, each), words)
-            v += THREADS
+            v += self.threads
 
     def past(self, index: Int32, start: Int32, skipped: Int32) -> Int32:
         """The vector of this index among those of a tile without the `skipped` ones that begin at start."""
@@ -361,37 +410,49 @@ class TwoShotPart(Part):
         """`reduce`, with the accesses of the own operand and result: None where they may be ragged."""
         first, count = self.extent(i)
         each, start, mine = self.slices(count)
-        ring = self.staged + Int64(protocol.slot(i)) * STAGED_BYTES
-        results = self.results + Int64(protocol.slot(i)) * TILE_BYTES + Int64(start) * VECTOR
+        ring = self.staged + Int64(protocol.slot(i)) * self.staged_bytes
+        results = self.results + Int64(protocol.slot(i)) * self.tile_bytes + Int64(start) * VECTOR
         unroll = self.transport.unroll
-        v = Int32(self.thread)
-        while v < mine:
-            places = [cutlass.min(v + u * THREADS, mine - 1) for u in range(unroll)]
-            own = [self.own_words(first + start + place, load) for place in places]
+        done = Int32(0)
+        while done < mine:
+            turn = [done + self.thread + u * self.threads for u in range(unroll)]
+            places = [cutlass.min(index, mine - 1) for index in turn]
+            own: list[Words | None] = [None] * unroll
+            if cutlass.const_expr(self.transport.keeps_own):
+                own = [*self.operands([first + start + place for place in places], load)]
             sums = self.transport.reduce_from_peers(ring, places, each, own)
             for u in cutlass.range_constexpr(unroll):
-                if v + u * THREADS < mine:
+                if turn[u] < mine:
                     self.transport.broadcast_to_peers(results + Int64(places[u]) * VECTOR, sums[u], self.direct)
                     if cutlass.const_expr(self.direct):
-                        if cutlass.const_expr(store is None):
-                            self.store(self.out, first + start + places[u], sums[u])
-                        else:
-                            store(self.out + Int64(first + start + places[u]) * VECTOR, sums[u])
-            v += unroll * THREADS
+                        self.store_with(store, self.out, first + start + places[u], sums[u])
+            done += unroll * self.threads
 
-    def own_words(self, vector: Int32, load: Any) -> Words | None:
-        """This rank's vector of its own slice, where it was not staged."""
-        if not self.transport.keeps_own:
-            return None
-        if load is None:
-            return self.load(self.x, vector, self.spec.elements)
-        return load(self.x + Int64(vector) * VECTOR)
+    def operands(self, places: list[Int32], load: Any) -> list[Words]:
+        """This rank's vectors of the message. load: None where they may be ragged."""
+        if self.spec.top_k:
+            return self.sums_of_rows(places)
+        return [self.load_with(load, self.x, vector) for vector in places]
+
+    @cute.jit
+    def sums_of_rows(self, places: list[Int32]) -> list[Words]:
+        """The same where a vector is the sum of a token's rows: these are of one token."""
+        features, top_k = self.spec.features, self.spec.top_k
+        elements = self.spec.per_vector
+        token = places[0] * elements // features
+        lane = cute.arch.lane_idx()
+        row = Int32(-1)
+        if lane < top_k:
+            row = device.load_global(self.token_rows + (Int64(token) * top_k + Int64(lane)) * 4)
+        columns = [place * elements - token * features for place in places]
+        sums = sums_of_rows(self.x, row, columns, features, ROWS_AT_A_TIME)
+        return [vectors.words_of([part[i] for i in range(elements)], self.spec.dtype) for part in sums]
 
     @cute.jit
     def collect(self, i: Int32) -> None:
         """Writes tile i of the results out, but for what `reduce` wrote there itself."""
         first, count = self.extent(i)
-        ring = self.own + self.results + Int64(protocol.slot(i)) * TILE_BYTES
+        ring = self.own + self.results + Int64(protocol.slot(i)) * self.tile_bytes
         if cutlass.const_expr(self.spec.row > 0):
             self.collect_rows(ring, first, count)
         else:
@@ -405,48 +466,54 @@ class TwoShotPart(Part):
         fast = fast - cutlass.max(cutlass.min(fast - start, skipped), 0)
         v = Int32(self.thread)
         while v < fast:
-            places = [self.past(cutlass.min(v + u * THREADS, fast - 1), start, skipped) for u in range(UNROLL)]
+            places = [self.past(cutlass.min(v + u * self.threads, fast - 1), start, skipped) for u in range(UNROLL)]
             loaded = [vectors.load_shared_memory(ring + Int64(place) * VECTOR) for place in places]
             for u in cutlass.range_constexpr(UNROLL):
-                if v + u * THREADS < fast:
+                if v + u * self.threads < fast:
                     vectors.store_result(self.out + Int64(first + places[u]) * VECTOR, loaded[u])
-            v += UNROLL * THREADS
+            v += UNROLL * self.threads
         v = fast + self.thread
         while v < count - skipped:
             place = self.past(v, start, skipped)
             self.store(self.out, first + place, vectors.load_shared_memory(ring + Int64(place) * VECTOR))
-            v += THREADS
+            v += self.threads
 
     @cute.jit
     def collect_rows(self, ring: Int64, first: Int32, count: Int32) -> None:
-        """A warp a row, so that no row waits for the whole block."""
-        columns = self.spec.row_vectors
-        lane = self.thread % WARP
-        row = self.thread // WARP * columns
-        while row < count:
-            squares = Float32(0.0)
-            column = Int32(lane)
-            while column < columns:
-                sums = vectors.load_shared_memory(ring + Int64(row + column) * VECTOR)
-                squares = squares + self.add_residual(sums, first + row + column)
-                column += WARP
-            factor = self.factor(self.warp_sum(squares))
-            column = Int32(lane)
-            while column < columns:
-                self.scale_row(first + row + column, column, factor)
-                column += WARP
-            row += THREADS // WARP * columns
+        if count <= self.fast(first, count):
+            self.normalise(ring, first, count, vectors.load_operand, vectors.store_result)
+        else:
+            self.normalise(ring, first, count, None, None)
 
     @cute.jit
-    def wait(self, phase: cutlass.Constexpr, i: Int32) -> None:
-        """Waits until this block of every rank has done a phase of tile i."""
-        if self.thread < self.spec.ranks:
-            place = self.signal_place(phase) + Int64(self.thread) * 8
-            target = protocol.signal_value(self.epoch, Int64(i))
-            self.watch.wait(place, target, self.thread)
-            self.transport.fence()
-        cute.arch.sync_threads()
-
-    def signal_place(self, phase: Any) -> Int64:
-        """Where this block's signals of a phase lie, one a rank."""
-        return Int64(HeapLayout.signals) + (Int64(self.block) + phase * MAX_BLOCKS) * (8 * MAX_RANKS)
+    def normalise(
+        self, ring: Int64, first: Int32, count: Int32, load: cutlass.Constexpr, store: cutlass.Constexpr
+    ) -> None:
+        """A row after the other, with the accesses of operands and results: None where they may be ragged."""
+        columns = self.spec.row_vectors
+        unroll = 2 if self.spec.ranks <= 8 else 1  # 24 bytes of float32 are spilled at 16 ranks with two
+        row = Int32(0)
+        while row < count:
+            squares = Float32(0.0)
+            done = Int32(0)
+            while done < columns:
+                turn = [done + self.thread + u * self.threads for u in range(unroll)]
+                places = [row + cutlass.min(index, columns - 1) for index in turn]
+                sums = [vectors.load_shared_memory(ring + Int64(place) * VECTOR) for place in places]
+                residuals = [self.load_with(load, self.residual, first + place) for place in places]
+                for u in cutlass.range_constexpr(unroll):
+                    if turn[u] < columns:
+                        squares = squares + self.add_residual(sums[u], residuals[u], first + places[u], store)
+                done += unroll * self.threads
+            factor = self.factor(self.team_sum(squares))
+            done = Int32(0)
+            while done < columns:
+                turn = [done + self.thread + u * self.threads for u in range(unroll)]
+                places = [cutlass.min(index, columns - 1) for index in turn]
+                added = [self.load_with(load, self.out, first + row + place) for place in places]
+                weights = [self.load_with(load, self.weight, place, self.spec.row) for place in places]
+                for u in cutlass.range_constexpr(unroll):
+                    if turn[u] < columns:
+                        self.scale(added[u], weights[u], factor, first + row + places[u], store)
+                done += unroll * self.threads
+            row += columns

@@ -9,11 +9,11 @@ Why buffers may be reused without a barrier at the end of a call:
 - A rank that is in epoch e + 1 has finished the kernel of epoch e, in which each of its blocks waited for every peer;
   so every peer has begun epoch e, and has finished epoch e - 1.
 - One-shot inboxes alternate between two, by epoch: what is written in e + 1 was read last in e - 1.
-- Two-shot rings are each block's own, SLOTS tiles deep. A block stages a tile (at the ranks that reduce it, or at home
-  for the switch) after waiting for STAGED of the tile SLOTS - 1 before, which a peer signals only after reducing the
-  tile SLOTS before; and a peer writes a result after STAGED of the same tile, which the block signals only after
-  collecting the tile SLOTS before. A call that follows begins after all of this rank's blocks have waited for the last
-  REDUCED of every peer, so that nobody still reads what this rank staged.
+- Two-shot rings are each team's own, SLOTS tiles deep. A team stages tile t (at the ranks that reduce it, or at home
+  for the switch) after it waited for the end of turn t - 2, in which its peers reduced tile t - 3. A peer writes the
+  result of tile t in its turn t + 1, after it waited for the end of this team's turn t, in which that collected tile
+  t - 2. A call that follows, however it cuts the rings, begins after all teams of this rank have waited for the last
+  turn that their peers end, so that nobody still reads what this rank staged.
 """
 
 from __future__ import annotations
@@ -21,36 +21,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-STEPS = 1 << 16  # signals of a block in one epoch, and what the blocks of a launch together add to the arrivals
+STEPS = 1 << 16  # signals of a team in one epoch, and what the blocks of a launch together add to the arrivals
 INBOXES = 2
-STAGED, REDUCED = 0, 1  # the phases that are signalled
-PHASES = 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a block does with tile i - lag in turn i: it waits until the blocks of its number of all ranks have
-    signalled a phase of that tile, acts, and signals a phase to all of them when the turn ends.
+    """What a team of a block's warps does with tile turn - lag in each turn.
 
     stage: copies each slice of the message's tile to the ring of the rank that reduces it; with multicast, the tile to
-    the own ring. reduce: sums the own slice of the tile over what all ranks staged and stores it to the results of all.
-    collect: reads the tile from the own results.
+    the own ring. wait: until the teams of its number of all ranks have ended turn - lag. reduce: sums the own
+    slice of the tile over what all ranks staged and stores it to the results of all. collect: reads the tile from the
+    own results.
     """
 
-    action: Literal["stage", "reduce", "collect"]
+    action: Literal["stage", "wait", "reduce", "collect"]
     lag: int
-    waits_for: int | None
-    signals: int | None
 
 
-# What goes over NVLink comes first in a turn, and one fence at its end waits for all of it, hidden by the collecting in
-# between. A wait is for what a peer signalled at the end of its last turn, or of the one before.
-TWO_SHOT = (
-    Step("stage", 0, None, STAGED),
-    Step("reduce", 1, STAGED, REDUCED),
-    Step("collect", 3, REDUCED, None),
-)
-LAST_LAG = 3
+# A turn ends with one fence and one signal to each rank. There are as many turns as tiles and LAST_LAG more, of which
+# the first ends with a signal too, after the last tile is reduced. What a team waits for a peer signalled a turn ago,
+# and what it stages before it waits hides the way there.
+TWO_SHOT = (Step("stage", 0), Step("wait", 1), Step("reduce", 1), Step("collect", 2))
+LAST_LAG = 2
 SLOTS = 3  # with fewer, a tile is staged over one that a peer may still be reading
 
 # In one-shot, a block pushes all its rounds before it collects the first. push: stores the words of a round to the
@@ -69,7 +62,7 @@ def epoch_of(arrivals: Any) -> Any:
 
 
 def signal_value(epoch: Any, step: Any) -> Any:
-    """What is signalled when step (from 0) of an epoch is done, and waited for."""
+    """What is signalled when step (from 0) of an epoch is done, and waited for: in two-shot, a turn."""
     return epoch * STEPS + step + 1
 
 
@@ -79,5 +72,5 @@ def inbox(epoch: Any) -> Any:
 
 
 def slot(tile: Any) -> Any:
-    """The ring slot of a block's tile."""
+    """The ring slot of a team's tile."""
     return tile % SLOTS

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwenjax_kernels.all_reduce_protocol import INBOXES, PHASES, SLOTS
+from qwenjax_kernels.all_reduce_protocol import INBOXES, SLOTS
 
 MAX_RANKS = 16
 VECTOR = 16  # bytes that one thread moves at once
 THREADS = 512
+TEAMS = 8  # of a block in two-shot, at most
 MAX_BLOCKS = 128  # of 132 multiprocessors; 64 moved 184 GB/s each way on H200s, held back by each tile's latencies
-TILE_BYTES = 64 * 1024  # of one step of one block
-STAGED_BYTES = TILE_BYTES + MAX_RANKS * VECTOR  # a tile as the slices of all ranks, each rounded up to whole vectors
+TILE_BYTES = 64 * 1024  # of one step of all teams of a block
+STAGED_BYTES = TILE_BYTES + TEAMS * MAX_RANKS * VECTOR  # their tiles as the slices of all ranks, each in whole vectors
 INBOX_BYTES = 8 * 1024 * 1024  # of one-shot messages of all ranks, each beside its flags
 LINE = 128
 
@@ -37,11 +38,12 @@ class HeapLayout:
     abort: uint32, not 0 once a rank gave up; recorded: uint32, not 0 once this rank's failure record is written.
     grid_barrier: uint64, blocks that came to the barrier of a grid subset.
     headers: uint64 [inboxes, ranks], STEPS times the epoch, plus the tag of the call each rank is in.
-    signals: uint64 [phases, blocks, ranks], written by the rank of that index.
+    signals: uint64 [blocks, teams, ranks], written by the rank of that index.
     inboxes: [inboxes, ranks, halves, vectors, 16 bytes], a half being two words of a vector, each with its epoch behind
     it: apart, so that a warp's stores are of whole lines (side by side they took 8.9 us for 512 KiB).
-    staged: [blocks, slots, STAGED_BYTES]: over peer memory, every other rank's vectors of this rank's slice of a tile,
-    [ranks, slice]; with multicast this rank's own tile. results: [blocks, slots, TILE_BYTES].
+    staged: [blocks, teams, slots]: over peer memory, every other rank's vectors of this rank's slice of a tile,
+    [ranks, slice]; with multicast this rank's own tile. results: [blocks, teams, slots], a tile. A call may have fewer
+    teams than TEAMS, with larger tiles; a block's part of the rings is SLOTS * STAGED_BYTES and SLOTS * TILE_BYTES.
     """
 
     ranks: int
@@ -56,7 +58,7 @@ class HeapLayout:
     grid_barrier = 2 * LINE
     headers = 3 * LINE
     signals = headers + INBOXES * MAX_RANKS * 8
-    inboxes = 128 * 1024
+    inboxes = 256 * 1024
 
     @property
     def one_shot_bytes(self) -> int:
@@ -78,11 +80,11 @@ class HeapLayout:
     def header(self, inbox: int, rank: int) -> int:
         return self.headers + 8 * (inbox * MAX_RANKS + rank)
 
-    def signal(self, phase: int, block: int, rank: int) -> int:
-        return self.signals + 8 * ((phase * MAX_BLOCKS + block) * MAX_RANKS + rank)
+    def signal(self, block: int, team: int, rank: int) -> int:
+        return self.signals + 8 * ((block * TEAMS + team) * MAX_RANKS + rank)
 
 
-assert HeapLayout.signals + 8 * PHASES * MAX_BLOCKS * MAX_RANKS <= HeapLayout.inboxes
+assert HeapLayout.signals + 8 * MAX_BLOCKS * TEAMS * MAX_RANKS <= HeapLayout.inboxes
 
 # The words of an epoch array with a heap behind it, after word 0, which counts the collectives: this rank (negative:
 # kernels return at once, which loads them without waiting for anyone), the address of the failure record, every rank's

@@ -1,9 +1,10 @@
 """Epochs, signals and waits between the ranks of a heap, and what happens when a peer does not come.
 
-All counters are 64 bits wide and only grow. A signal is a release at system scope after the whole block's stores, a
-wait an acquire; see `all_reduce_protocol` for the values. Every wait is bounded: a rank that waits for longer than
-its limit, or finds that it and a peer run different calls, writes a failure record in host memory, tells all ranks to
-give up, and (where the kernel was made so) stops its context with a trap, which the host sees as a launch failure.
+All counters are 64 bits wide and only grow. A signal is a store behind a fence of the whole system, after the stores of
+all threads that it speaks for; a wait is an acquire. See `all_reduce_protocol` for the values. Every wait is bounded: a
+rank that waits for longer than its limit, or finds that it and a peer run different calls, writes a failure record in
+host memory, tells all ranks to give up, and (where the kernel was made so) stops its context with a trap, which the
+host sees as a launch failure.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def load_acquire(address: Int64) -> Int64:
     )
 
 
-def store_release(address: Int64, value: Int64) -> None:
-    """A counter that other ranks read, after everything that this thread's block stored before its last barrier."""
-    cute.arch.inline_ptx("st.release.sys.global.b64 [{$r0}], {$r1};", read_only_args=[address, value])
+def store_signal(address: Int64, value: Int64) -> None:
+    """A counter that other ranks read, behind a fence of this thread: one fence can be for several counters."""
+    cute.arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def load_word(address: Int64) -> Uint32:

@@ -12,7 +12,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64
 
 from qwenjax_kernels import device, vectors
 from qwenjax_kernels.expert_rows_limits import MAX_TOP_K
@@ -38,6 +38,41 @@ def choose_tile(tokens: int, features: int, top_k: int) -> Tile:
     if tokens <= 1024:
         return Tile(min(256, -(-row_vectors // WARP) * WARP), 1, min(top_k, 8))
     return Tile(min(256, -(-row_vectors // WARP) * WARP), 2 if row_vectors >= 512 else 1, min(top_k, 2))
+
+
+@cute.jit
+def sums_of_rows(
+    rows: Int64,
+    row: Int32,
+    columns: list[Int32],
+    features: cutlass.Constexpr,
+    batch: cutlass.Constexpr,
+    read_only: cutlass.Constexpr = True,
+) -> list[cute.Tensor]:
+    """Eight sums in float32 from each of these columns on, of the rows that the warp's lanes name, in their order.
+
+    rows: address of bfloat16 [rows, features]; row: negative for none; columns: nothing is read at or past `features`;
+    batch: rows that are read at a time; read_only: as `device` has it. The whole warp calls it with the same rows.
+    """
+    sums = [cute.make_rmem_tensor(PER_VECTOR, Float32) for _ in range(len(columns))]
+    for part in cutlass.range_constexpr(len(columns)):
+        sums[part].fill(0.0)
+    left = cute.arch.vote_ballot_sync(row >= 0)
+    while left != 0:
+        loaded = []
+        for _ in cutlass.range_constexpr(batch):
+            there = left != 0
+            source = cute.arch.shuffle_sync(row, cute.arch.popc((left & -left) - 1))
+            left = left & (left - 1)
+            for column in columns:
+                address = rows + (Int64(source) * features + Int64(column)) * 2
+                reads = Int32(there and column < features)
+                loaded.append(device.load_global_v4_or_zeros_if(reads, address, read_only=read_only))
+        for index in cutlass.range_constexpr(len(loaded)):
+            part = index % len(columns)
+            for i, value in enumerate(vectors.floats(loaded[index], BFloat16)):
+                sums[part][i] = sums[part][i] + value
+    return sums
 
 
 class SumRows:
@@ -90,42 +125,14 @@ class SumRows:
         row = Int32(-1)
         if lane < self.top_k:
             row = device.load_global(token_rows.iterator.toint() + (Int64(token) * self.top_k + Int64(lane)) * 4)
-        left = cute.arch.vote_ballot_sync(row >= 0)
         first = (slab * self.tile.threads * self.tile.vectors + thread) * PER_VECTOR
-        sums = [cute.make_rmem_tensor(PER_VECTOR, Float32) for _ in range(self.tile.vectors)]
-        for part in cutlass.range_constexpr(self.tile.vectors):
-            sums[part].fill(0.0)
+        columns = [first + part * self.tile.threads * PER_VECTOR for part in range(self.tile.vectors)]
         if cutlass.const_expr(self.follows):
             cute.arch.griddepcontrol_wait()
-        while left != 0:
-            loaded = []
-            for _ in cutlass.range_constexpr(self.tile.batch):
-                there = left != 0
-                choice = cute.arch.popc((left & -left) - 1)
-                source = cute.arch.shuffle_sync(row, choice)
-                left = left & (left - 1)
-                loaded.append(self.load(rows.iterator.toint(), source, first, there))
-            for words in loaded:
-                for part in cutlass.range_constexpr(self.tile.vectors):
-                    for i, value in enumerate(vectors.floats(words[part], BFloat16)):
-                        sums[part][i] = sums[part][i] + value
+        sums = sums_of_rows(rows.iterator.toint(), row, columns, self.features, self.tile.batch, not self.follows)
         for part in cutlass.range_constexpr(self.tile.vectors):
-            column = first + part * self.tile.threads * PER_VECTOR
-            if column < self.features:
-                self.store(out.iterator.toint(), Int64(token) * self.features + Int64(column), sums[part])
-
-    @cute.jit
-    def load(
-        self, rows: Int64, row: Int32, first: Int32, there: Boolean
-    ) -> list[tuple[Uint32, Uint32, Uint32, Uint32]]:
-        """This thread's vectors of a row; zeros, unread, where there is none."""
-        loaded = []
-        for part in cutlass.range_constexpr(self.tile.vectors):
-            column = first + part * self.tile.threads * PER_VECTOR
-            address = rows + (Int64(row) * self.features + Int64(column)) * 2
-            there_too = Int32(there and column < self.features)
-            loaded.append(device.load_global_v4_or_zeros_if(there_too, address, read_only=not self.follows))
-        return loaded
+            if columns[part] < self.features:
+                self.store(out.iterator.toint(), Int64(token) * self.features + Int64(columns[part]), sums[part])
 
     def store(self, out: Int64, element: Int64, sums: Any) -> None:
         """A vector's eight sums."""

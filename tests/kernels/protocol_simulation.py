@@ -29,7 +29,8 @@ class ProtocolError(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """One all-reduce: its algorithm ("one_shot", "two_shot", "multicast"), tiles of the message, blocks of its grid."""
+    """One all-reduce: its algorithm ("one_shot", "two_shot", "multicast"), tiles of the message, and blocks of its
+    grid, which for the latter two are the teams of all blocks."""
 
     algorithm: str
     tiles: int
@@ -155,20 +156,16 @@ class Simulation:
                         yield from self.collect_words(rank, number, tile, epoch, thread)
             return
         for turn in range(len(tiles) + protocol.LAST_LAG):
-            done: list[tuple[int, int]] = []
             for step in protocol.TWO_SHOT:
                 i = turn - step.lag
-                if not 0 <= i < len(tiles):
-                    continue
-                place = (block, protocol.slot(i))
-                value = protocol.signal_value(epoch, i)
-                if step.waits_for is not None:
-                    yield from self.wait(rank, block, step.waits_for, value, thread)
-                yield from getattr(self, step.action)(rank, number, tiles[i], place, thread)
-                if step.signals is not None:
-                    done.append((step.signals, value))
-            for phase, value in done:
-                yield from self.signal(rank, block, phase, value, thread)
+                if step.action == "wait" and i >= 0:
+                    yield from self.wait(rank, block, protocol.signal_value(epoch, i), thread)
+                elif step.action != "wait" and 0 <= i < len(tiles):
+                    # Calls cut the rings differently: this one's are those of another block in the call before.
+                    place = ((block + number) % self.blocks, protocol.slot(i))
+                    yield from getattr(self, step.action)(rank, number, tiles[i], place, thread)
+            if turn <= len(tiles):
+                yield from self.signal(rank, block, protocol.signal_value(epoch, turn), thread)
 
     def term(self, rank: int, number: int, tile: int, part: int) -> int:
         """What a rank has to add: another number for every rank, call, tile and part of it."""
@@ -218,15 +215,15 @@ class Simulation:
             yield None
         self.check(total, rank, number, tile, 0)
 
-    def signal(self, rank: int, block: int, phase: int, value: int, thread: Thread) -> Iterator[None]:
+    def signal(self, rank: int, block: int, value: int, thread: Thread) -> Iterator[None]:
         for peer in range(self.ranks):
             carried = thread.clock.copy() if self.release else thread.start
-            self.signals["signal", peer, phase, block, rank] = value, carried
+            self.signals["signal", peer, block, rank] = value, carried
             yield None
 
-    def wait(self, rank: int, block: int, phase: int, value: int, thread: Thread) -> Iterator[Ready]:
+    def wait(self, rank: int, block: int, value: int, thread: Thread) -> Iterator[Ready]:
         for peer in range(self.ranks):
-            key = ("signal", rank, phase, block, peer)
+            key = ("signal", rank, block, peer)
             self.signals.setdefault(key, (0, [0] * self.size))
             yield lambda key=key: self.signals[key][0] >= value
             (thread.join if self.acquire else thread.join_at_end)(self.signals[key][1])

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from qwenjax_ffi.all_reduce_choice import Algorithm
-from qwenjax_kernels.heap_layout import INBOX_BYTES, MAX_BLOCKS, MAX_RANKS, HeapLayout
+from qwenjax_kernels.heap_layout import INBOX_BYTES, MAX_BLOCKS, MAX_RANKS, TEAMS, HeapLayout
 from tests.kernels.compiling import compile_cases
 
 COMPILE = Path(__file__).with_name("compile_all_reduce.py")
 
-Case = tuple[Algorithm, int, str, int, int]  # algorithm, ranks, dtype, elements, features of a row (0: plain)
+Case = tuple[str, int, str, int, int]  # algorithm, ranks, dtype, elements, features of a row (0: plain)
 FAST: list[Case] = [
     ("one_shot", 2, "bfloat16", 1001, 0),
     ("two_shot", 2, "bfloat16", 16384 * 4096, 4096),
+    ("two_shot of rows", 2, "bfloat16", 16384 * 4096, 4096),
     ("multicast", 2, "float16", 16384 * 2880, 0),
 ]
 SLOW: list[Case] = [
@@ -27,15 +27,16 @@ SLOW: list[Case] = [
     for ranks in (2, 4, 8, 16)
     for dtype in ("bfloat16", "float16", "float32")
     for row in (0, 2880)
-]
+] + [("two_shot of rows", ranks, "bfloat16", 16384 * 4096, row) for ranks in (2, 4, 8, 16) for row in (0, 4096)]
 ARCHITECTURES = ["sm_90a", "sm_100a"]
 
 # What each waits with, and what it moves data with.
 INSTRUCTIONS = {
     "one_shot": ["st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"],
-    "two_shot": ["st.release.sys.global.b64", "ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"],
+    "two_shot": ["st.relaxed.sys.global.b64", "ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"],
+    "two_shot of rows": ["st.relaxed.sys.global.b64", "st.relaxed.sys.global.v4.b32", "vote.sync.ballot"],
     "multicast": [
-        "st.release.sys.global.b64",
+        "st.relaxed.sys.global.b64",
         "multimem.ld_reduce.relaxed.sys.global.add",
         "multimem.st.relaxed.sys.global.v4",
         "fence.proxy.alias",
@@ -59,7 +60,7 @@ def check(cases: list[Case], architecture: str) -> None:
         assert "trap;" in ptx
         # Signals follow a fence of the whole system, which orders what other threads of the block stored.
         if algorithm != "one_shot":
-            assert re.search(r"fence\.acq_rel\.sys;(?:(?!\bst\.).)*?st\.release\.sys\.global\.b64", ptx, re.DOTALL)
+            assert re.search(r"fence\.acq_rel\.sys;(?:(?!\bst\.).)*?st\.relaxed\.sys\.global\.b64", ptx, re.DOTALL)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -75,7 +76,7 @@ def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "multicast"])
+@pytest.mark.parametrize("algorithm", INSTRUCTIONS)
 def test_every_form_compiles(algorithm: str, architecture: str) -> None:
     check([case for case in SLOW if case[0] == algorithm], architecture)
 
@@ -88,7 +89,7 @@ def test_regions_of_the_heap_do_not_overlap(ranks: int) -> None:
         (layout.abort, 8),
         (layout.grid_barrier, 8),
         (layout.header(0, 0), layout.header(1, ranks - 1) + 8 - layout.header(0, 0)),
-        (layout.signal(0, 0, 0), layout.signal(1, MAX_BLOCKS - 1, ranks - 1) + 8 - layout.signal(0, 0, 0)),
+        (layout.signal(0, 0, 0), layout.signal(MAX_BLOCKS - 1, TEAMS - 1, ranks - 1) + 8 - layout.signal(0, 0, 0)),
         (layout.inboxes, 2 * INBOX_BYTES),
         (layout.staged, layout.results - layout.staged),
         (layout.results, layout.num_bytes - layout.results),
@@ -113,6 +114,10 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
         ({"row": 12, "elements": 24}, "rows must be whole vectors of 16 bytes"),
         ({"row": 65536, "elements": 65536}, "at most 32768 fit a tile"),
         ({"max_blocks": 129}, "room for 1 to 128"),
+        ({"top_k": 8, "features": 512, "algorithm": "one_shot"}, "rows are added up by two_shot alone"),
+        ({"top_k": 8, "features": 4}, "rows are added up by two_shot alone, in BFloat16 and multiples of 8"),
+        ({"top_k": 33, "features": 512}, "at most 32 rows"),
+        ({"top_k": 8, "features": 1000}, "4096 sums of up to 8 rows of 1000 features"),
     ],
 )
 def test_a_message_that_does_not_fit_is_an_error(changes: dict[str, Any], message: str) -> None:

@@ -52,19 +52,20 @@ def with_lag(action: str, lag: int) -> Any:
     return changed(TWO_SHOT=steps, LAST_LAG=max(step.lag for step in steps))
 
 
-def without(action: str, name: str) -> Any:
-    steps = tuple(replace(s, **{name: None}) if s.action == action else s for s in all_reduce_protocol.TWO_SHOT)
-    return changed(TWO_SHOT=steps)
+def in_order(*actions: str) -> Any:
+    steps = {step.action: step for step in all_reduce_protocol.TWO_SHOT}
+    return changed(TWO_SHOT=tuple(steps[action] for action in actions))
 
 
 MIXED, ONE_SHOT, TWO_SHOT = ("one_shot", "two_shot"), ("one_shot",), ("two_shot",)
 BUGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "the fence before a signal dropped": (TWO_SHOT, {"release": False}),
     "the acquire of a wait dropped": (TWO_SHOT, {"acquire": False}),
-    "the wait for staged tiles dropped": (TWO_SHOT, {"protocol": without("reduce", "waits_for")}),
-    "the wait for results dropped": (TWO_SHOT, {"protocol": without("collect", "waits_for")}),
+    "the wait dropped": (TWO_SHOT, {"protocol": in_order("stage", "reduce", "collect")}),
+    "the wait behind the sum": (TWO_SHOT, {"protocol": in_order("stage", "reduce", "wait", "collect")}),
+    "a wait for the turn before": (TWO_SHOT, {"protocol": with_lag("wait", 2)}),
     "an epoch reused by signals": (TWO_SHOT, {"protocol": changed(signal_value=lambda epoch, step: 1 + step)}),
-    "one value for all tiles": (
+    "one value for all turns": (
         TWO_SHOT,
         {"protocol": changed(signal_value=lambda epoch, step: epoch * all_reduce_protocol.STEPS)},
     ),
@@ -73,7 +74,9 @@ BUGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "one inbox instead of two": (ONE_SHOT, {"protocol": changed(inbox=lambda epoch: 0)}),
     "inboxes swapped every other epoch": (ONE_SHOT, {"protocol": changed(inbox=lambda epoch: epoch // 2 % 2)}),
     "a slot too few": (TWO_SHOT, {"protocol": changed(slot=lambda i: i % (all_reduce_protocol.SLOTS - 1))}),
-    "tiles collected a turn later": (TWO_SHOT, {"protocol": with_lag("collect", 4)}),
+    "tiles collected a turn earlier": (TWO_SHOT, {"protocol": with_lag("collect", 1)}),
+    "tiles collected two turns later": (TWO_SHOT, {"protocol": with_lag("collect", 4)}),
+    "tiles reduced a turn later": (TWO_SHOT, {"protocol": with_lag("reduce", 2)}),
 }
 
 
