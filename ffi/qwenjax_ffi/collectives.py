@@ -21,7 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax_ffi import all_reduce_kernel as kernels
-from qwenjax_ffi.all_reduce_choice import choose_algorithm
+from qwenjax_ffi.all_reduce_choice import Algorithm, choose_algorithm
+from qwenjax_ffi.expert_rows_kernel import sum_unavailable
+from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.implementation import Implementation, choose, with_gradient
 from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.symmetric_memory import SymmetricHeap
@@ -155,7 +157,12 @@ def heap_behind(axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, st
 
 
 def all_reduce(
-    x: jax.Array, axis_name: AxisName, epochs: jax.Array, *, implementation: Implementation = "auto"
+    x: jax.Array,
+    axis_name: AxisName,
+    epochs: jax.Array,
+    *,
+    token_rows: jax.Array | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of x over the ranks of `axis_name`, on every rank; call it under shard_map.
 
@@ -163,19 +170,26 @@ def all_reduce(
     x and the epochs as they are on an axis of one rank).
     The kernel takes bfloat16, float16 and float32, adds in float32 (over peer memory in the order of the ranks) and
     rounds once; all ranks get the same bits. Ranks that call it with different shapes fail instead of mixing them up.
+
+    token_rows: int32 [tokens, top_k]; where given, x is rows [rows, features], as many as a rank has, and what is
+    summed over the ranks is `grouped_gemm.sum_rows` of them, rounded to x's dtype: [tokens, features]. The two-shot
+    kernel over peer memory adds the rows up as it sends them, with the same bits.
     """
-    heap, why = _kernel_for(x, axis_name, epochs)
+    message = _summed_over(x, token_rows)
+    heap, why = _kernel_for(message, axis_name, epochs)
+    if token_rows is not None and (implementation == "reference" or not adds_up_rows(x, token_rows, axis_name, epochs)):
+        x, token_rows = sum_rows(x, token_rows, x.dtype, implementation=implementation), None
     if choose("all_reduce", implementation, why) == "reference":
         return _all_reduce_reference(x, axis_name, epochs)
     assert heap is not None
     if x.size == 0:
         return x, advance(epochs)
-    algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
+    algorithm = _algorithm(message, heap)
     call = with_gradient(
-        lambda x, epochs: kernels.all_reduce(x, epochs, heap.ranks, algorithm),
-        lambda x, epochs: _all_reduce_reference(x, axis_name, epochs),
+        lambda x, rows, epochs: kernels.all_reduce(x, epochs, heap.ranks, algorithm, rows),
+        lambda x, rows, epochs: all_reduce(x, axis_name, epochs, token_rows=rows, implementation="reference"),
     )
-    return call(x, epochs)
+    return call(x, token_rows, epochs)
 
 
 def all_reduce_rms_norm(
@@ -187,44 +201,81 @@ def all_reduce_rms_norm(
     epochs: jax.Array,
     layer: jax.Array | int | None = None,
     *,
+    token_rows: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """residual + the sum of x over the ranks of `axis_name`, and its RMSNorm: what follows attention in a layer.
 
     x, residual: [..., features]; weight: [features], or a stack [layers, features] of which `layer` (int32 [1] or
-    scalar) is taken, all of one dtype. Returns (residual + sum, its norm times weight, the advanced epochs); the sum is
-    rounded to x's dtype before it is added, as where the three are called apart. On an axis of one rank it is
-    `norm.add_rms_norm`.
+    scalar) is taken, all of one dtype; token_rows and x with it: as `all_reduce` has them, residual [tokens, features]
+    then. Returns (residual + sum, its norm times weight, the advanced epochs); the sum is rounded to x's dtype before
+    it is added, as where the three are called apart. On an axis of one rank it is `norm.add_rms_norm`.
     """
-    heap, why = _kernel_for(x, axis_name, epochs)
-    row_bytes = x.shape[-1] * x.dtype.itemsize
+    message = _summed_over(x, token_rows)
+    heap, why = _kernel_for(message, axis_name, epochs)
+    row_bytes = message.shape[-1] * message.dtype.itemsize
     if why is None and (residual.dtype != x.dtype or weight.dtype != x.dtype):
         why = f"x is {x.dtype}, the residual {residual.dtype} and the weight {weight.dtype}; the kernel takes one dtype"
-    if why is None and (x.size == 0 or row_bytes % VECTOR or row_bytes > TILE_BYTES):
-        why = f"x is {list(x.shape)}: rows of {row_bytes} bytes; the kernel takes multiples of {VECTOR} to {TILE_BYTES}"
-    if residual.shape != x.shape or weight.shape[-1:] != x.shape[-1:] or weight.ndim != (1 if layer is None else 2):
-        raise ValueError(f"residual {residual.shape} and weight {weight.shape} do not fit x {x.shape}")
+    if why is None and (message.size == 0 or row_bytes % VECTOR or row_bytes > TILE_BYTES):
+        shape = list(message.shape)
+        why = f"x is {shape}: rows of {row_bytes} bytes; the kernel takes multiples of {VECTOR} to {TILE_BYTES}"
+    features = message.shape[-1:]
+    if residual.shape != message.shape or weight.shape[-1:] != features or weight.ndim != (1 if layer is None else 2):
+        raise ValueError(f"residual {residual.shape} and weight {weight.shape} do not fit x {message.shape}")
+    adds_up = why is None and implementation != "reference"
+    if token_rows is not None and not (adds_up and adds_up_rows(x, token_rows, axis_name, epochs)):
+        x, token_rows = sum_rows(x, token_rows, x.dtype, implementation=implementation), None
     if jax.lax.axis_size(axis_name) == 1 and implementation != "kernel":
         return *add_rms_norm(residual, x, weight, eps, layer, implementation=implementation), epochs
     weight = select_layer(weight, layer)
 
     def apart(
-        summing: Implementation, x: jax.Array, residual: jax.Array, weight: jax.Array, epochs: jax.Array
+        summing: Implementation,
+        x: jax.Array,
+        token_rows: jax.Array | None,
+        residual: jax.Array,
+        weight: jax.Array,
+        epochs: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        total, epochs = all_reduce(x, axis_name, epochs, implementation=summing)
+        total, epochs = all_reduce(x, axis_name, epochs, token_rows=token_rows, implementation=summing)
         return *add_rms_norm(residual, total, weight, eps, implementation="reference"), epochs
 
     if choose("all_reduce_rms_norm", implementation, why) == "reference":
-        return apart(implementation, x, residual, weight, epochs)
+        return apart(implementation, x, token_rows, residual, weight, epochs)
     assert heap is not None
-    algorithm = choose_algorithm(x.size * x.dtype.itemsize, heap.ranks, heap.multicast)
+    algorithm = _algorithm(message, heap)
     call = with_gradient(
-        lambda x, residual, weight, epochs: kernels.all_reduce_rms_norm(
-            x, residual, weight, eps, epochs, heap.ranks, algorithm
+        lambda x, rows, residual, weight, epochs: kernels.all_reduce_rms_norm(
+            x, residual, weight, eps, epochs, heap.ranks, algorithm, rows
         ),
         functools.partial(apart, "reference"),
     )
-    return call(x, residual, weight, epochs)
+    return call(x, token_rows, residual, weight, epochs)
+
+
+def _summed_over(
+    x: jax.Array | jax.ShapeDtypeStruct, token_rows: jax.Array | jax.ShapeDtypeStruct | None
+) -> jax.ShapeDtypeStruct:
+    """What is summed over the ranks: x, or a token's rows of it, added up."""
+    return jax.ShapeDtypeStruct(x.shape if token_rows is None else (token_rows.shape[0], x.shape[1]), x.dtype)
+
+
+def _algorithm(message: jax.ShapeDtypeStruct, heap: Heap) -> Algorithm:
+    return choose_algorithm(message.size * message.dtype.itemsize, heap.ranks, heap.multicast)
+
+
+def adds_up_rows(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    token_rows: jax.Array | jax.ShapeDtypeStruct,
+    axis_name: AxisName,
+    epochs: jax.Array,
+) -> bool:
+    """Whether a kernel of `all_reduce` adds such rows up as it sends them: two-shot over peer memory alone does."""
+    message = _summed_over(x, token_rows)
+    heap, _ = _kernel_for(message, axis_name, epochs)
+    return (
+        heap is not None and _algorithm(message, heap) == "two_shot" and sum_unavailable(x, token_rows, x.dtype) is None
+    )
 
 
 def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -235,7 +286,7 @@ def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) 
     return jax.lax.optimization_barrier((jax.lax.psum(x, axis_name), advance(epochs)))
 
 
-def _kernel_for(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
+def _kernel_for(x: jax.ShapeDtypeStruct, axis_name: AxisName, epochs: jax.Array) -> tuple[Heap | None, str | None]:
     """The heap that an all-reduce kernel would use; or why there can be none."""
     heap, why = heap_behind(axis_name, epochs)
     if heap is None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from qwenjax_ffi import experts_kernel, token_kernels
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.collectives import AxisName, all_reduce, all_reduce_rms_norm
+from qwenjax_ffi.collectives import AxisName, adds_up_rows, all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.implementation import with_gradient
@@ -51,6 +51,19 @@ def local_experts(
     """
     if experts_kernel.unavailable(x, ids, weights, experts.w13, experts.w2, activation_format) is None:
         return experts_kernel.local_experts(x, ids, weights, *experts, first_expert)
+    out, token_rows = _expert_rows(x, ids, weights, experts, first_expert, activation_format)
+    return sum_rows(out, token_rows, x.dtype)
+
+
+def _expert_rows(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    first_expert: jax.Array | int,
+    activation_format: ActivationFormat,
+) -> tuple[jax.Array, jax.Array]:
+    """What `local_experts` adds up: rows [tokens * top_k, hidden] of x's dtype; token_rows int32 [tokens, top_k]."""
     rows = sort_rows(ids, weights, first_expert, experts.w13.shape[1])
     hidden = moe_gate_up(
         x, rows.row_token, rows.group_sizes, experts.w13, experts.layer, activation_format=activation_format
@@ -58,7 +71,7 @@ def local_experts(
     out = moe_down(
         hidden, rows.group_sizes, experts.w2, rows.row_weight, experts.layer, activation_format=activation_format
     )
-    return sum_rows(out, rows.token_rows, x.dtype)
+    return out, rows.token_rows
 
 
 def _local_experts_forward(
@@ -104,7 +117,11 @@ def moe_replicated_tokens(
     x: [tokens, hidden], ids int32 and weights float32 [tokens, top_k]: the same on every rank of `axis_name`.
     Returns ([tokens, hidden] of x's dtype, the same on every rank, and the advanced epochs).
     """
-    return all_reduce(_of_this_rank(x, ids, weights, experts, axis_name, activation_format), axis_name, epochs)
+
+    def reduce(x: jax.Array, token_rows: jax.Array | None, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return all_reduce(x, axis_name, epochs, token_rows=token_rows)
+
+    return _reduced(reduce, (x, ids, weights, experts), axis_name, activation_format, epochs)
 
 
 def moe_replicated_tokens_rms_norm(
@@ -131,8 +148,15 @@ def moe_replicated_tokens_rms_norm(
         or experts_kernel.unavailable(x, ids, weights, experts.w13, experts.w2, activation_format)
         or token_kernels.add_rms_norm_unavailable(residual, x, norm_weight)
     ):
-        partial = _of_this_rank(x, ids, weights, experts, axis_name, activation_format)
-        return all_reduce_rms_norm(partial, residual, norm_weight, eps, axis_name, epochs, norm_layer)
+
+        def reduce(x: jax.Array, token_rows: jax.Array | None, *others: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+            residual, weight, layer, epochs = others
+            return all_reduce_rms_norm(x, residual, weight, eps, axis_name, epochs, layer, token_rows=token_rows)
+
+        operands, layer = (x, ids, weights, experts), norm_layer
+        if layer is not None:
+            layer = jnp.asarray(layer, jnp.int32)
+        return _reduced(reduce, operands, axis_name, activation_format, residual, norm_weight, layer, epochs)
 
     def apart(
         x: jax.Array, ids: jax.Array, weights: jax.Array, experts: ExpertWeights, norm: tuple[jax.Array, ...]
@@ -151,16 +175,35 @@ def moe_replicated_tokens_rms_norm(
     return *both, epochs
 
 
-def _of_this_rank(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    experts: ExpertWeights,
+def _reduced(
+    reduce: Callable[..., Any],
+    operands: tuple[jax.Array, jax.Array, jax.Array, ExpertWeights],
     axis_name: AxisName,
     activation_format: ActivationFormat,
-) -> jax.Array:
-    first = jax.lax.axis_index(axis_name) * experts.w13.shape[1]
-    return local_experts(x, ids, weights, experts, first, activation_format)
+    *others: jax.Array | None,
+) -> Any:
+    """reduce(what this rank's experts add, None, *others), or reduce(their rows, the rows of each token, *others) where
+    its kernel adds them up. operands: x, ids, weights and experts of `local_experts`; others: the epochs last."""
+    x, ids, _, experts = operands
+
+    # What is differentiated may not close over values of the trace around it.
+    def of_sums(*arguments: Any) -> Any:
+        x, ids, weights, experts, *others = arguments
+        first = jax.lax.axis_index(axis_name) * experts.w13.shape[1]
+        return reduce(local_experts(x, ids, weights, experts, first, activation_format), None, *others)
+
+    def of_rows(*arguments: Any) -> Any:
+        x, ids, weights, experts, *others = arguments
+        first = jax.lax.axis_index(axis_name) * experts.w13.shape[1]
+        return reduce(*_expert_rows(x, ids, weights, experts, first, activation_format), *others)
+
+    rows = jax.ShapeDtypeStruct((ids.size, x.shape[1]), x.dtype)
+    epochs = others[-1]
+    assert epochs is not None
+    if not adds_up_rows(rows, ids, axis_name, epochs):
+        return of_sums(*operands, *others)
+    experts = experts._replace(layer=jnp.asarray(experts.layer, jnp.int32))
+    return with_gradient(of_rows, of_sums)(*operands[:3], experts, *others)
 
 
 def moe_sharded_tokens(

@@ -32,7 +32,9 @@ def sort_unavailable(ids: jax.Array, weights: jax.Array, num_experts: int) -> st
     return machine_unavailable()
 
 
-def sum_unavailable(rows: jax.Array, token_rows: jax.Array, dtype: jnp.dtype) -> str | None:
+def sum_unavailable(
+    rows: jax.Array | jax.ShapeDtypeStruct, token_rows: jax.Array | jax.ShapeDtypeStruct, dtype: jnp.dtype
+) -> str | None:
     """Why no kernel can add up these rows on this machine; None where one can."""
     if rows.dtype != jnp.bfloat16 or dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows are {rows.dtype} and sums {dtype}; the kernel takes bfloat16 and writes that or float32"

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from qwenjax_ffi import all_reduce_kernel, collectives
+from qwenjax_ffi.grouped_gemm import sum_rows
 from tests.ffi import all_reduce_process
 from tests.ffi.gpu_processes import check, check_two, start
 
@@ -85,6 +86,30 @@ def test_the_fused_form_equals_its_three_steps(rows: int) -> None:
     np.testing.assert_allclose(
         np.asarray(normed, np.float32), np.asarray(expected, np.float32), rtol=2.0**-6, atol=2.0**-6
     )
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(1, 4096), (77, 2880), (1000, 2048), (4096, 4096), (3000, 64)])
+def test_rows_are_added_up_as_they_are_sent_with_the_bits_of_the_sum_apart(tokens: int, features: int) -> None:
+    ranks, top_k = mesh().size, 8
+    rows = spread(tokens, 3 * tokens, features)
+    # Most choices are of other ranks; what no choice names is never read.
+    named = np.random.default_rng(tokens).integers(-4 * tokens, 3 * tokens, (ranks, tokens, top_k)).clip(-1)
+    named[:, 0] = -1
+    rows = rows.at[0].set(jnp.nan)
+    token_rows = jnp.asarray(np.where(named == 0, -1, named).reshape(-1, top_k), jnp.int32)
+    residual = jnp.tile(spread(2, tokens, features)[:tokens], (ranks, 1))
+    weight = jnp.tile(jax.random.normal(jax.random.key(3), (features,), jnp.bfloat16), ranks)
+
+    def call(apart: bool, epochs: jax.Array, rows: jax.Array, named: jax.Array, *others: jax.Array) -> Any:
+        x, *added = (sum_rows(rows, named, rows.dtype),) if apart else (rows, named)
+        total, epochs = all_reduce_kernel.all_reduce(x, epochs, ranks, "two_shot", *added)
+        return total, *all_reduce_kernel.all_reduce_rms_norm(x, *others, 1e-6, epochs, ranks, "two_shot", *added)[:2]
+
+    found, expected = (
+        run(functools.partial(call, apart), rows, token_rows, residual, weight) for apart in (False, True)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
 
 
 @pytest.mark.parametrize("late", [True, False])

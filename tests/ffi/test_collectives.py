@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives
+from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.implementation import KernelUnavailableError
 from qwenjax_ffi.norm import add_rms_norm, rms_norm
 from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
@@ -52,18 +53,30 @@ def heap_epochs(multicast: bool = False, ranks: int = RANKS) -> jax.Array:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Kernels that call the reference, and the (ranks, algorithm) of each call."""
+    """Kernels that call the reference, and the (name, ranks, algorithm) of each call; "rows" behind it for rows."""
     calls: list[tuple[Any, ...]] = []
 
-    def all_reduce(x: jax.Array, epochs: jax.Array, ranks: int, algorithm: str) -> tuple[jax.Array, jax.Array]:
-        calls.append(("all_reduce", ranks, algorithm))
-        return jax.lax.psum(x, "model"), epochs.at[0].add(1)
+    def summed(x: jax.Array, name: str, ranks: int, algorithm: str, rows: jax.Array | None) -> jax.Array:
+        calls.append((name, ranks, algorithm) if rows is None else (name, ranks, algorithm, "rows"))
+        return jax.lax.psum(x if rows is None else sum_rows(x, rows, x.dtype), "model")
+
+    def all_reduce(
+        x: jax.Array, epochs: jax.Array, ranks: int, algorithm: str, rows: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        return summed(x, "all_reduce", ranks, algorithm, rows), epochs.at[0].add(1)
 
     def fused(
-        x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, epochs: jax.Array, ranks: int, algorithm: str
+        x: jax.Array,
+        residual: jax.Array,
+        weight: jax.Array,
+        eps: float,
+        epochs: jax.Array,
+        ranks: int,
+        algorithm: str,
+        rows: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        calls.append(("all_reduce_rms_norm", ranks, algorithm))
-        return *add_rms_norm(residual, jax.lax.psum(x, "model"), weight, eps), epochs.at[0].add(1)
+        total = summed(x, "all_reduce_rms_norm", ranks, algorithm, rows)
+        return *add_rms_norm(residual, total, weight, eps), epochs.at[0].add(1)
 
     monkeypatch.setattr(collectives.kernels, "all_reduce", all_reduce)
     monkeypatch.setattr(collectives.kernels, "all_reduce_rms_norm", fused)
@@ -93,6 +106,29 @@ def test_a_heap_behind_the_epochs_takes_the_kernel_and_keeps_its_addresses(
     big = jax.ShapeDtypeStruct((RANKS, 1 << 22), jnp.bfloat16)
     jax.eval_shape(lambda x: on_ranks(lambda x, e: collectives.all_reduce(x, "model", e), x, before), big)
     assert called[1:] == [("all_reduce", RANKS, "multicast" if multicast else "two_shot")]
+
+
+@pytest.mark.parametrize("tokens", [8, 2048])
+def test_rows_are_added_up_by_the_two_shot_kernel_alone_with_the_same_bits(
+    tokens: int, called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "sum_unavailable", lambda *a: None)
+    draw = np.random.default_rng(tokens)
+    rows = jnp.asarray(draw.normal(0, 1, (RANKS, 3 * tokens, 256)), jnp.bfloat16)
+    token_rows = jnp.asarray(draw.integers(-1, 3 * tokens, (RANKS, tokens, 3)), jnp.int32)
+    residual, weight = jnp.ones((RANKS, tokens, 256), jnp.bfloat16), jnp.ones((RANKS, 256), jnp.bfloat16)
+
+    def call(implementation: Any, rows: jax.Array, named: jax.Array, r: jax.Array, w: jax.Array, e: jax.Array) -> Any:
+        how = {"token_rows": named, "implementation": implementation}
+        total, e = collectives.all_reduce(rows, "model", e, **how)
+        return total, *collectives.all_reduce_rms_norm(rows, r, w, 1e-6, "model", e, **how)
+
+    operands = (rows, token_rows, residual, weight, heap_epochs())
+    found, expected = (on_ranks(functools.partial(call, form), *operands) for form in ("auto", "reference"))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    form = ("two_shot", "rows") if tokens > 1024 else ("one_shot",)
+    assert called == [(name, RANKS, *form) for name in ("all_reduce", "all_reduce_rms_norm")]
 
 
 def test_a_message_of_two_to_the_31_elements_is_left_to_xla(called: list[tuple[Any, ...]]) -> None:

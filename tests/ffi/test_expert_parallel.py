@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from qwenjax_ffi import expert_parallel
 from qwenjax_ffi.activations import quantise_activations
-from qwenjax_ffi.expert_parallel import ExpertWeights, moe_replicated_tokens, moe_sharded_tokens
+from qwenjax_ffi.expert_parallel import (
+    ExpertWeights,
+    moe_replicated_tokens,
+    moe_replicated_tokens_rms_norm,
+    moe_sharded_tokens,
+)
 from qwenjax_ffi.token_exchange import dispatch
 from qwenjax_ffi.weights import MXFP8Weight
 
@@ -96,6 +102,38 @@ def test_experts_over_ranks_equal_one_rank_by_brute_force(ranks: int, kind: str)
         assert padding.all() or np.abs(expected).max() > 1
         # One collective, or dispatch and combine; the same number on every rank.
         assert (np.asarray(advanced) - epochs).tolist() == [1 if kind == "replicated" else 2] * ranks, case
+
+
+def test_rows_that_the_all_reduce_adds_up_are_those_of_sums_and_differentiated_as_they(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, ids = 2, distinct_ids(2 * PER_RANK, 9)
+    x, weights = normal((len(ids), HIDDEN), 10), np.random.default_rng(11).random(ids.shape).astype(np.float32)
+    residual, norm_weight = normal((len(ids), HIDDEN), 12), normal((HIDDEN,), 13)
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (AXIS,))
+
+    def results(as_rows: bool) -> Any:
+        taken: list[bool] = []
+        monkeypatch.setattr(expert_parallel, "adds_up_rows", lambda *a: taken.append(True) or as_rows)
+
+        def per_rank(x: Any, weights: Any, epochs: Any) -> Any:
+            experts = ExpertWeights(jnp.asarray(W13[:, :4]), jnp.asarray(W2[:, :4]), LAYER)
+            norm = (jnp.asarray(residual), jnp.asarray(norm_weight)[None], 1e-6)
+            operands = (x, jnp.asarray(ids), weights, experts)
+            return moe_replicated_tokens_rms_norm(*operands, AXIS, *norm, epochs, norm_layer=jnp.zeros(1, jnp.int32))[1]
+
+        call = jax.shard_map(per_rank, mesh=mesh, in_specs=(WHOLE, WHOLE, SPLIT), out_specs=WHOLE, check_vma=False)
+
+        def loss(x: Any, weights: Any) -> Any:
+            normed = call(x, weights, jnp.zeros(ranks, jnp.int32))
+            return jnp.sum(normed**2), normed
+
+        gradients, normed = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, weights)
+        assert taken
+        return normed, *gradients
+
+    for one, other in zip(results(True), results(False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
 def test_bfloat16_tokens_come_home_as_bfloat16_and_close() -> None:
