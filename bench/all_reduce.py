@@ -6,10 +6,10 @@
 A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
 best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
 the algorithm), and that over NVLink's rate. Calls run in a jitted loop, dispatched once, eight a turn, each over an
-operand of its own and with a result that leaves the loop; the median of five. The sums, of integers, are compared with
-psum's. NAME.txt and NAME.png are written to bench/results/. With --predict, no GPU: the rows that the choice of
-algorithm rests on, and the published prefill case (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts
-and latencies and none of it measured.
+operand of its own, a few elements of each result leaving the loop, 50 turns and more: a run copies the operands once to
+where the loop has them; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are
+written to bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published
+prefill case (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
 """
 
 from __future__ import annotations
@@ -45,28 +45,35 @@ BY_RANK = PartitionSpec(("data", "model"))
 Call = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def sums_and_seconds(mesh: Mesh, call: Call, operands: list[jax.Array]) -> tuple[list[np.ndarray], float]:
-    """The sums of one rank, of each operand, and seconds of one call inside a jitted loop."""
-    turns = max(2, min(250, (1 << 31) // sum(x.nbytes for x in operands)))
+def sums_and_seconds(mesh: Mesh, call: Call, operands: list[jax.Array]) -> tuple[list[jax.Array], float]:
+    """The sums of each operand, on all ranks, and seconds of one call inside a jitted loop."""
+    turns = max(50, min(250, (1 << 31) // sum(x.nbytes for x in operands)))
 
-    def per_rank(epochs: jax.Array, operands: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def once(epochs: jax.Array, operands: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        results = []
+        for x in operands:
+            sums, epochs = call(x, epochs)
+            results.append(sums)
+        return results, epochs
+
+    def looped(epochs: jax.Array, operands: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         def turn(_: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-            _, epochs = carry
-            results = []
-            for x in operands:
-                sums, epochs = call(x, epochs)
-                results.append(sums)
-            return results, epochs
+            results, epochs = once(carry[1], operands)
+            # A few elements leave the loop: whole results would be copied to where the loop carries them.
+            return [sums.reshape(-1)[:8] for sums in jax.lax.optimization_barrier(results)], epochs
 
-        return jax.lax.fori_loop(0, turns, turn, ([jnp.zeros_like(x) for x in operands], epochs))
+        return jax.lax.fori_loop(0, turns, turn, ([x.reshape(-1)[:8] for x in operands], epochs))
 
-    run = jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
+    check, run = (
+        jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=BY_RANK, out_specs=BY_RANK, check_vma=False))
+        for per_rank in (once, looped)
+    )
     heap = collectives.mesh_heap(mesh, "model")
     assert heap is not None
-    jax.block_until_ready(run(heap.epochs(armed=False), operands))  # loads the kernels without waiting for a peer
+    for program in (check, run):
+        jax.block_until_ready(program(heap.epochs(armed=False), operands))  # loads kernels, waits for no peer
     epochs = heap.epochs()
-    results, _ = run(epochs, operands)
-    sums = [np.asarray(result.addressable_shards[0].data.astype(jnp.float32)) for result in results]
+    sums, _ = check(epochs, operands)
     seconds = median_seconds(lambda: jax.block_until_ready(run(epochs, operands)), 5)
     return sums, seconds / (turns * len(operands))
 
@@ -83,6 +90,16 @@ def calls_of(num_bytes: int, ranks: int, multicast: bool) -> dict[str, Call]:
     return found
 
 
+def integers(mesh: Mesh, elements: int, seed: int) -> list[jax.Array]:
+    """Operands of a turn: small integers, whose sums are exact."""
+
+    def make(seed: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), CALLS_A_TURN)
+        return [jax.random.randint(key, (elements,), -8, 8, jnp.int8).astype(jnp.bfloat16) for key in keys]
+
+    return jax.jit(make, out_shardings=jax.sharding.NamedSharding(mesh, BY_RANK))(seed)
+
+
 def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     rows = []
     heap = collectives.mesh_heap(mesh, "model")
@@ -93,13 +110,10 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     print("|" + " --- |" * (len(names) + 5))
     for kib in sizes:
         calls = calls_of(kib * KIB, ranks, heap.has_multicast)
-        operands = []
-        for key in jax.random.split(jax.random.key(kib), CALLS_A_TURN):
-            x = jax.random.randint(key, (ranks * kib * KIB // 2,), -8, 8, jnp.int8).astype(jnp.bfloat16)
-            operands.append(jax.device_put(x, jax.sharding.NamedSharding(mesh, BY_RANK)))
+        operands = integers(mesh, ranks * kib * KIB // 2, kib)
         measured = {name: sums_and_seconds(mesh, call, operands) for name, call in calls.items()}
         for name, (sums, _) in measured.items():
-            if not all(map(np.array_equal, sums, measured["psum"][0])):
+            if not all(map(jnp.array_equal, sums, measured["psum"][0])):
                 raise SystemExit(f"{name}: sums of {kib} KiB differ from psum's")
         seconds = {name: each for name, (_, each) in measured.items()}
         best = min(value for name, value in seconds.items() if name != "psum")
@@ -141,7 +155,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name in ("one_shot", "two_shot", "multicast", "psum"):
-        points = [(row["kib"], row[name] * 1e6) for row in rows if name in row]
+        points = sorted((row["kib"], row[name] * 1e6) for row in rows if name in row)
         if points:
             label = "psum (NCCL)" if name == "psum" else name
             axes.plot(*zip(*points, strict=True), marker="o", label=label, linestyle="--" if name == "psum" else "-")
