@@ -1,7 +1,7 @@
 """Which all-reduce runs for a message, by its bytes and the number of ranks.
 
-The table is what `predicted_seconds` gives: fitted to two ranks, where it agrees with what was measured
-(bench/results/all_reduce.txt), and for more from the bytes that each GPU must move over NVLink.
+The table is what `predicted_seconds` gives: fitted to two ranks, where it agrees with what was measured, and for more
+from the bytes that each GPU must move over NVLink.
 bench/all_reduce.py prints what the table would be from measurements.
 """
 
@@ -13,13 +13,14 @@ from qwenjax_kernels.heap_layout import HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
-# Seconds of a call, and bytes each way a second beyond that: fitted to two H200s, whose rows from 8 KiB to 128 MiB they
-# give to 15% (bench/results/all_reduce.txt). NVLink4 is 450 GB/s each way by datasheet.
+# Seconds of a call, and bytes each way a second beyond that: fitted to two H200s, one-shot from 8 KiB to 2 MiB to 15%
+# (bench/results/all_reduce.txt), two-shot from 4 to 256 MiB to 4% (bench/results/all_reduce_variants.md). NVLink4 is 450
+# GB/s each way by datasheet.
 ONE_SHOT_SECONDS, ONE_SHOT_RATE = 3.1e-6, 340e9
-TWO_SHOT_SECONDS, TWO_SHOT_RATE = 9.6e-6, 280e9
+TWO_SHOT_SECONDS, TWO_SHOT_RATE = 11e-6, 355e9
 
 # (largest message in bytes that runs one-shot) by ranks. Above it: two-shot, or through the switch.
-ONE_SHOT_LIMITS = {2: 2097152, 4: 524288, 6: 262144, 10: 131072, 16: 65536}
+ONE_SHOT_LIMITS = {2: 2097152, 4: 524288, 6: 262144, 12: 131072, 16: 65536}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
 
