@@ -14,8 +14,8 @@ from qwenjax_kernels.heap_layout import HeapLayout
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
 # Seconds of a call, and bytes each way a second beyond that: fitted to two H200s, one-shot from 8 KiB to 2 MiB to 15%
-# (bench/results/all_reduce.txt), two-shot from 4 to 256 MiB to 4% (bench/results/all_reduce_variants.md). NVLink4 is 450
-# GB/s each way by datasheet.
+# (bench/results/all_reduce.txt), two-shot from 4 to 256 MiB to 4% (bench/results/all_reduce_variants.md). NVLink4 is
+# 450 GB/s each way by datasheet.
 ONE_SHOT_SECONDS, ONE_SHOT_RATE = 3.1e-6, 340e9
 TWO_SHOT_SECONDS, TWO_SHOT_RATE = 11e-6, 355e9
 
