@@ -1,1 +1,1 @@
-"""KV pages from prefill to decode workers: registered staging buffers, and reads between them over NIXL."""
+"""KV pages from prefill to decode workers: staging buffers, and reads between them over NIXL or within a process."""
