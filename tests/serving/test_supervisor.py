@@ -35,7 +35,8 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
     def of(pid: int) -> list[str]:
         """What a process was told, once it says so."""
         path = tmp_path / str(pid)
-        return path.read_text().split(" ") if path.exists() else []
+        text = path.read_text() if path.exists() else ""  # empty while it is written
+        return text.split(" ") if text else []
 
     async def test() -> None:
         supervisor = Supervisor("model", Path("file"), Deployment(PLANS), "address", b"secret")

@@ -101,7 +101,8 @@ def value_and_gradients(kind: str, data: int, ranks: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("base", (2, 2)), *[pytest.param("head", shape, marks=pytest.mark.slow) for shape in ((1, 2), (2, 1))]]
+    ("kind", "shape"),
+    [("base", (2, 2)), *[pytest.param("head", shape, marks=pytest.mark.slow) for shape in ((1, 2), (2, 1))]],
 )
 def test_loss_and_gradients_are_the_same_on_every_mesh(kind: str, shape: tuple[int, int]) -> None:
     (one, metrics), gradients = value_and_gradients(kind, 1, 1)
