@@ -70,6 +70,10 @@ class RankBlock(Block):
         else:
             super().do_cvt(warp, instruction, parts, lanes)
 
+    def do_rsqrt(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
+        value = np.float32(1) / np.sqrt(self.read(warp, instruction.operands[1], "f32"))
+        self.write(warp, instruction.operands[0], value, lanes)
+
     def do_trap(self, warp: Warp, instruction: Instruction, parts: list[str], lanes: np.ndarray) -> None:
         raise EmulationError("the kernel gave up")
 
