@@ -188,16 +188,16 @@ class AllReduce:
         own = bases.base(rank)
         addresses = (x, token_rows, residual, weight, out, normed)
         common = (self, bases, rank, own, block, thread, shared_sums)
+        # What needs no epoch is on its way while it is drawn.
+        if cutlass.const_expr(self.algorithm == "one_shot"):
+            one_shot = OneShotPart(common, addresses)
+            first_words = one_shot.first_vector(block, thread)
         begun = Int64(0)
         if thread == 0:
             begun = signals.arrive(own, block, self.grid)
             if block == 0:
                 peers.count_collective(table)
-        # What needs no epoch is on its way while it is drawn.
-        if cutlass.const_expr(self.algorithm == "one_shot"):
-            one_shot = OneShotPart(common, addresses)
-            first_words = one_shot.first_vector(block, thread)
-        else:
+        if cutlass.const_expr(self.algorithm != "one_shot"):
             transport = peers.MulticastTransport if self.algorithm == "multicast" else peers.PeerTransport
             two_shot = TwoShotPart(common, addresses, transport(bases, table, rank, self.ranks, self.dtype))
             two_shot.stage_first()

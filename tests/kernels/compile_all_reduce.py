@@ -1,6 +1,7 @@
 """Compiles all-reduce kernels without a GPU: `python compile_all_reduce.py '["one_shot", 2, "bfloat16", 4096, 0]' ...`.
 
-Each argument is [algorithm, ranks, dtype, elements, features of a row or 0], or ["barrier"] for the kernel of a test.
+Each argument is [algorithm, ranks, dtype, elements, features of a row or 0], or ["barrier"] for the kernel of a test,
+or ["without JAX", features of a row or 0] for the form that tests launch so.
 With the algorithm "two_shot of rows" the message is the sums of eight rows a token, of 4,096 features.
 The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
@@ -50,6 +51,10 @@ if __name__ == "__main__":
             from tests.kernels.gpu_ranks import compiled_barrier
 
             compiled_barrier(24, 32, 2)
+        elif case[0] == "without JAX":
+            from tests.kernels.gpu_ranks import compiled
+
+            compiled(2, "bfloat16", 4096, "one_shot", case[1])
         else:
             lower(*case)
         print(f"compiled {case}", flush=True)

@@ -128,13 +128,13 @@ def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0
 
     @cute.jit
     def plain(stream: cuda.CUstream, x: Int64, table: Int64, out: Int64) -> None:
-        kernel.launch(stream, x, table, None, None, out, None)
+        kernel.launch(stream, x, table, None, None, None, out, None)
 
     @cute.jit
     def fused(
         stream: cuda.CUstream, x: Int64, table: Int64, residual: Int64, weight: Int64, out: Int64, normed: Int64
     ) -> None:
-        kernel.launch(stream, x, table, residual, weight, out, normed)
+        kernel.launch(stream, x, table, None, residual, weight, out, normed)
 
     addresses = [Int64(0)] * (6 if row else 3)
     return cute.compile(fused if row else plain, cuda.CUstream(0), *addresses)

@@ -68,8 +68,8 @@ def test_compiles_without_spills_to_system_scope_accesses(architecture: str) -> 
     check(FAST, architecture)
 
 
-def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release() -> None:
-    _, (ptx,) = compile_cases(COMPILE, [("barrier",)], "sm_90a")
+def test_a_barrier_of_some_blocks_compiles_to_acquire_and_release_and_so_does_what_tests_launch() -> None:
+    _, (ptx, *_) = compile_cases(COMPILE, [("barrier",), ("without JAX", 0), ("without JAX", 1024)], "sm_90a")
     assert "atom.acq_rel.gpu.global.add.u64" in ptx
     assert "ld.acquire.sys.global.b64" in ptx
 
