@@ -90,6 +90,8 @@ class CudaCopyDriver(CudaDriver):
 
     def free(self, address: int, device: int) -> None:
         self.synchronise(device)
+        if device in self._streams:
+            self._call("cuStreamDestroy", self._streams.pop(device))
         self._call("cuMemFree", address)
 
     def copy(self, rows: Iterable[Rows], device: int) -> None:
@@ -133,10 +135,11 @@ class DeviceMemory:
         self._finalizer.atexit = False  # the driver may be gone by then, and frees it with the process
         _open.add(self)
 
-    def copy(self, runs: Iterable[Sequence[int]] | np.ndarray) -> None:
+    def copy(self, *runs: Iterable[Sequence[int]] | np.ndarray) -> None:
         """Copies runs of (source address, target address, bytes) between memory of this process's GPUs, and waits.
-        What has not been computed yet is not waited for: block on arrays before."""
-        self.driver.copy(strided(runs), self.ordinal)
+        Those given together lie within one allocation on either side: they may become one copy. What has not been
+        computed yet is not waited for: block on arrays before."""
+        self.driver.copy([rows for each in runs for rows in strided(each)], self.ordinal)
 
     def close(self) -> None:
         """Frees the memory, once what runs on the GPU is done. A second call does nothing."""

@@ -17,7 +17,14 @@ from qwenjax.engine.decode_engine import DevicePages
 from qwenjax.engine.prefill_engine import StagedPages
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
 from qwenjax.mesh import MODEL, make_mesh
-from qwenjax_ffi.device_memory import DeviceMemory, DeviceMemoryError, Rows, device_memory_bytes, strided
+from qwenjax_ffi.device_memory import (
+    CudaCopyDriver,
+    DeviceMemory,
+    DeviceMemoryError,
+    Rows,
+    device_memory_bytes,
+    strided,
+)
 from qwenjax_ffi.symmetric_memory_driver import DriverError
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
@@ -144,6 +151,74 @@ def test_a_plan_is_executed_between_buffers_of_one_process() -> None:
     np.testing.assert_array_equal(np.asarray(block[0])[:3], want[0])
     for each in (source, target):
         each.close()
+
+
+def test_what_goes_from_one_gpu_or_into_one_is_copied_by_itself() -> None:
+    if jax.devices()[0].platform != "cpu" or len(jax.devices()) < 2:
+        pytest.skip("looks at the calls of a stand-in, for two devices")
+    one, two = KVLayout(4, 8, 1), KVLayout(4, 8, 2)
+    for source_side, target_side in ((two, one), (one, two), (two, two)):
+        (source, _), (target, _) = buffers(source_side), buffers(target_side)
+        ranges = byte_ranges(
+            plan_transfer(source_side, target_side, Pages([3], [3], 0, 8)).copies,
+            source.layout,
+            target.layout,
+            (0, PLANES),
+        )
+        host = target._parts[0].driver
+        assert isinstance(host, HostDriver)
+        host.copies.clear()
+        target.copy(ranges)
+        assert sum(row.height * row.num_bytes for row in host.copies) == ranges[:, 2].sum()
+        for row in host.copies:
+            assert inside(row.target, row.target_pitch, row, target._parts)
+            assert inside(row.source, row.source_pitch, row, source._parts)
+        for each in (source, target):
+            each.close()
+
+
+def inside(start: int, pitch: int, row: Rows, parts: Iterable[DeviceMemory]) -> bool:
+    """Whether one side of a copy lies within one of some allocations."""
+    stop = start + (row.height - 1) * pitch + row.num_bytes
+    return any(part.address <= start and stop <= part.address + part.num_bytes for part in parts)
+
+
+def test_pages_of_two_arrays_are_two_copies_wherever_they_lie() -> None:
+    layout = KVLayout(4, 8)
+    host = HostDriver()
+    device = DeviceStagingBuffer([jax.devices()[:1]], layout, PLANES, WIDTH, np.float32, SLOTS, driver=host)
+    size = int(np.prod(device.shape[1:])) * 4
+    pages = np.random.default_rng(0).integers(0, 256, 20 * size, np.uint8)
+
+    class Array:
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def unsafe_buffer_pointer(self) -> int:
+            return int(pages.ctypes.data + self.place * size)
+
+    host.copies.clear()
+    device.put([[Array(0)], [Array(16)]], 0, list(range(20)), (0, PLANES))
+    assert [row.height * row.num_bytes for row in host.copies] == [16 * size, 4 * size]
+    device.close()
+
+
+def test_the_stream_of_copies_goes_with_the_memory() -> None:
+    class Recording(CudaCopyDriver):
+        def __init__(self) -> None:
+            self.called, self._streams = list[str](), {0: "stream"}
+
+        def synchronise(self, device: int) -> None:
+            pass
+
+        def _call(self, name: str, *arguments: object) -> object:
+            self.called.append(name)
+            return None
+
+    driver = Recording()
+    driver.free(1, 0)
+    driver.free(1, 0)
+    assert driver.called == ["cuStreamDestroy", "cuMemFree", "cuMemFree"]
 
 
 def test_ranges_do_not_run_on_from_one_gpu_into_another() -> None:

@@ -89,7 +89,7 @@ class DeviceStagingBuffer(StagingBuffer):
         num_slots, heads, *_ = self.shape
         width = (planes[1] - planes[0]) * self._plane_bytes
         for rank, part in enumerate(self._parts):
-            runs = list[tuple[int, int, int]]()
+            runs: dict[int, list[tuple[int, int, int]]] = {}  # by array: two are no one's neighbours
             for group, own, given in self._within(planes):
                 block, pitch = self._places(part.address, num_slots, group)
                 num_bytes = (own[1] - own[0]) * self._plane_bytes
@@ -97,12 +97,14 @@ class DeviceStagingBuffer(StagingBuffer):
                     if slot < 0:
                         continue
                     # As many as each program takes, but for the last.
-                    array = fetched[place // PAGES_PER_COPY[-1]][rank]
+                    number = place // PAGES_PER_COPY[-1]
+                    array = fetched[number][rank]
                     source = array.unsafe_buffer_pointer() + place % PAGES_PER_COPY[-1] * heads * width
                     source += given[0] * self._plane_bytes
                     target = block + slot * heads * pitch + own[0] * self._plane_bytes
-                    runs += [(source + head * width, target + head * pitch, num_bytes) for head in range(heads)]
-            part.copy(runs)
+                    own_runs = runs.setdefault(number, [])
+                    own_runs += [(source + head * width, target + head * pitch, num_bytes) for head in range(heads)]
+            part.copy(*runs.values())
 
     def take_out(self, slots: Sequence[int], data_rank: int) -> DevicePages:
         blocks = []
@@ -132,7 +134,9 @@ class DeviceStagingBuffer(StagingBuffer):
         return runs
 
     def copy(self, ranges: np.ndarray) -> None:
-        self._parts[0].copy(ranges[:, :3])
+        parts = {part.ordinal: part for part in self._parts}
+        for devices in np.unique(ranges[:, 3:], axis=0):  # by GPUs, whose allocations are no neighbours
+            parts[int(devices[1])].copy(ranges[(ranges[:, 3:] == devices).all(axis=1), :3])
 
     def close(self) -> None:
         for part in self._parts:
