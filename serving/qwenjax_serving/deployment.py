@@ -114,10 +114,11 @@ def read_secret() -> bytes:
 
 def _deployment(found: dict[str, Any]) -> Deployment:
     _check_keys("the file", found, {"router", "engine", "prefill", "decode", "both"})
-    router, engine = dict(found.get("router", {})), found.get("engine", {})
+    router, engine = found.get("router", {}), found.get("engine", {})
     numbers = {each.name: float if each.type == "float" else int for each in fields(RouterSettings)}
     _check_keys("[router]", router, {"address", *numbers})
     _check_options("[engine]", engine)
+    router = dict(router)
     address = router.pop("address", _LOOPBACK)
     if not isinstance(address, str) or not address.startswith("tcp://"):
         raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
@@ -137,11 +138,30 @@ def _deployment(found: dict[str, Any]) -> Deployment:
         if not isinstance(tables, list) or not tables:
             raise ValueError(f"there is no [[{role}]]; a deployment has at least one worker of either role")
         for place, table in enumerate(tables):
+            if not isinstance(table, dict):
+                raise ValueError(f"{role} has {table!r}; workers are tables, [[{role}]]")
             workers.append(_worker(role, f"{role}-{place}", engine, dict(table)))
     names = [name for worker in workers for name in worker.names]
     if len(set(names)) < len(names):
         raise ValueError(f"names of workers are not distinct: {names}")
+    _check_drafts([part for worker in workers for part in worker.parts or [worker]])
     return Deployment(tuple(workers), address, RouterSettings(**router))
+
+
+def _check_drafts(workers: list[WorkerPlan]) -> None:
+    """Raises ValueError where some draft and others do not: pages of one kind have a layer that the other lacks."""
+    first, *others = workers
+    number = first.options.get("num_speculative_tokens")
+    for other in others:
+        own = other.options.get("num_speculative_tokens")
+        if (number is None, bool(number)) != (own is None, bool(own)):
+            said = [
+                f"{'not given' if value is None else value} for {name}"
+                for name, value in ((first.name, number), (other.name, own))
+            ]
+            raise ValueError(
+                f"num_speculative_tokens is {' and '.join(said)}: all workers draft or none does, as [engine] says it"
+            )
 
 
 def _both(engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:

@@ -84,6 +84,16 @@ def test_both_roles_in_one_process_are_two_workers_to_the_router(tmp_path: Path)
         ('[[prefill]]\ncoordinator = "host"\n[[decode]]\n', "coordinator is 'host'; it is HOST:PORT"),
         ("[[prefill]]\n[[decode]]\nmin_tokens_per_second = 0\n", "decode-0: min_tokens_per_second is 0"),
         ("[[prefill]]\nmin_tokens_per_second = 9\n[[decode]]\n", r"prefill-0: unknown \['min_tokens_per_second'\]"),
+        ("router = 3\n" + BOTH, r"file.toml: \[router\] is 3; it is a table"),
+        ("prefill = [3]\n[[decode]]\n", r"file.toml: prefill has 3; workers are tables, \[\[prefill\]\]"),
+        (
+            "[[prefill]]\nnum_speculative_tokens = 1\n[[prefill]]\nnum_speculative_tokens = 2\n[[decode]]\n",
+            "num_speculative_tokens is 1 for prefill-0 and not given for decode-0",
+        ),
+        (
+            "[both]\n[both.prefill]\nnum_speculative_tokens = 1\n[both.decode]\nnum_speculative_tokens = 0\n",
+            "num_speculative_tokens is 1 for both-0-prefill and 0 for both-0-decode",
+        ),
         ("x = [", "file.toml: "),
         ("[both]\n[[prefill]]\n", r"there are \[both\] and \[\[prefill\]\]"),
         ("[[both]]\n", "it is a table"),
