@@ -27,9 +27,7 @@ class BatchLimit:
         if seconds < _WINDOW:
             self._measured[batch] = tokens, seconds
         elif tokens >= self._min_tokens_per_second * seconds:
-            self._quick = max(self._quick, batch)
-            if batch >= self._too_slow(now):
-                self._slow = None
+            self._quick = max(self._quick, batch)  # what counts as too slow lies beyond it
         else:
             self._quick = min(self._quick, batch - 1)
             if batch < self._too_slow(now):
