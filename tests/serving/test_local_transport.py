@@ -40,7 +40,7 @@ def test_a_plan_s_ranges_are_copied_from_who_is_known_and_from_no_other() -> Non
         assert not target.pages[0, :, :, [0, 3]].any()
         await there.aclose()
         assert here.names_of([there.metadata]) == []
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError, match="has closed"):
             await here.connect(there.metadata)
 
     asyncio.run(asyncio.wait_for(test(), 20))

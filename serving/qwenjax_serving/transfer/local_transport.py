@@ -28,7 +28,9 @@ class LocalTransport:
 
     async def connect(self, metadata: bytes) -> str:
         if metadata not in self._peers:
-            raise TransferError(f"{self.name} reads within its process alone, and the source is in another")
+            raise TransferError(
+                f"{self.name} reads within its process alone, and the source is in another or has closed"
+            )
         return metadata.decode()
 
     def names_of(self, metadata: Collection[bytes]) -> list[str]:
@@ -38,7 +40,8 @@ class LocalTransport:
         pass
 
     async def read(self, peer: str, ranges: np.ndarray, timeout: float, memory: MemoryKind = "DRAM") -> None:
-        """Copies ranges (see byte_ranges), in a thread. However it ends, nothing touches the memory any more."""
+        """Copies ranges (see byte_ranges), in a thread. However it ends, nothing touches the memory any more: a copy is
+        waited for, beyond `timeout` and where this is cancelled."""
         await until_done(asyncio.create_task(asyncio.to_thread(self._buffer.copy, ranges)))
 
     @contextmanager
