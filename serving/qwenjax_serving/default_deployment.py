@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import MeshError, check_sizes
 
+logger = logging.getLogger(__name__)
+
 _ASK = "import jax; found = jax.devices(); print(found[0].platform, len(found))"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _START = 120.0  # seconds that a process may take to find the GPUs
@@ -26,16 +29,29 @@ _START = 120.0  # seconds that a process may take to find the GPUs
 def count_gpus() -> int:
     """GPUs that a worker would see; 0 where JAX runs on the CPU. Asked of a process of its own, since this one is to
     hold no GPU. Raises OSError where that fails."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(_installed, _PLUGINS)):
+    plugins = [plugin for plugin in _PLUGINS if _installed(plugin)]
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not plugins:
         return 0
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    asked = subprocess.run(
-        [sys.executable, "-c", _ASK], env=environment, capture_output=True, text=True, timeout=_START, check=False
-    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK], env=environment, capture_output=True, text=True, timeout=_START, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(
+            f"JAX finds no devices within {_START:g} s; nvidia-smi says whether the driver answers, and "
+            "JAX_PLATFORMS=cpu serves without GPUs"
+        ) from None
     if asked.returncode:
-        raise OSError(f"JAX finds no devices: {asked.stderr.strip().splitlines()[-1]}")
+        said = asked.stderr.strip().splitlines() or [
+            f"its process ended with status {asked.returncode}, without a word"
+        ]
+        raise OSError(f"JAX finds no devices: {said[-1]}")
     platform, count = asked.stdout.split()[-2:]
-    return 0 if platform == "cpu" else int(count)
+    if platform == "cpu":
+        logger.warning("%s is installed, and JAX finds no GPU: serving on the CPU", plugins[0])
+        return 0
+    return int(count)
 
 
 def default_deployment(
@@ -49,7 +65,8 @@ def default_deployment(
     """The text of a deployment file, see `read_deployment`.
 
     options: of both engines, those that were given. model_parallel: ranks of the prefill worker, data_parallel: of the
-    decode worker. max_waiting: of the router. Raises MeshError for meshes that the devices or the model do not allow.
+    decode worker; one that is not given takes what the other leaves, both half. max_waiting: of the
+    router. Raises MeshError for meshes that the devices or the model do not allow.
     """
     parts = []
     if max_waiting is not None:
@@ -57,15 +74,19 @@ def default_deployment(
     if options:
         parts.append(_table("[engine]", options))
     if num_gpus == 1:
-        if max(model_parallel or 1, data_parallel or 1) > 1:
+        if any(ranks is not None and ranks > 1 for ranks in (model_parallel, data_parallel)):
             raise MeshError(
                 "there is one GPU: --model-parallel and --data-parallel are 1 where prefill and decode share it"
             )
         parts.append(_table("[both]", {"share_device": True}))
         return "\n".join(parts)
-    half = max(1, num_gpus // 2)
-    prefill = model_parallel or _largest(half, lambda count: check_sizes(config, 1, count))
-    decode = data_parallel or _largest(half, lambda count: check_sizes(config, count, 1))
+    half, prefill, decode = num_gpus // 2, model_parallel, data_parallel
+    if prefill is None:
+        rest = half if decode is None else num_gpus - decode
+        prefill = _largest(rest, lambda count: check_sizes(config, 1, count))
+    if decode is None:
+        rest = half if model_parallel is None else num_gpus - prefill
+        decode = _largest(rest, lambda count: check_sizes(config, count, 1))
     check_sizes(config, 1, prefill)
     check_sizes(config, decode, 1)
     if num_gpus and prefill + decode > num_gpus:

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_deployment(arguments: argparse.Namespace) -> int:
-    """Runs the role that the arguments name, by default all. Raises ValueError for bad input and OSError for an
-    address."""
+    """Runs the role that the arguments name, by default all. Raises ValueError for bad input, OSError for an
+    address, ChildProcessError among them for a worker that does not start."""
     if arguments.config is None:
         with tempfile.TemporaryDirectory(prefix="qwenjax-") as folder:
             arguments.config = Path(folder, "deployment.toml")  # workers read it too
@@ -65,7 +66,11 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"{plan.name}: {arguments.config} says {variable}={value}; export it before you start it"
                 )
         process = arguments.process or 0
-        run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision, process)
+        try:
+            run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision, process)
+        except RuntimeError as error:  # of GPU memory, transfers or other processes: as workers.process ends
+            print(f"qwenjax serve: error: {plan.name}: {error}", file=sys.stderr)
+            return 2
         return 0
     for option in ("name", "process"):
         if getattr(arguments, option) is not None:
@@ -108,6 +113,7 @@ async def _serve(
         await serve.serve_backend(arguments, backend, bound, [RouterCollector(backend.router)])
     finally:
         ready.cancel()
+        await backend.aclose()  # a second time where it has served
         if watch is not None:
             await supervisor.stop()
             watch.cancel()

@@ -45,7 +45,7 @@ class Supervisor:
         self.processes: dict[str, list[asyncio.subprocess.Process]] = {}
 
     async def run(self, joined: Callable[[str], bool]) -> None:
-        """joined: whether the worker of a name is known to the router. Raises RuntimeError."""
+        """joined: whether the worker of a name is known to the router. Raises ChildProcessError."""
         tasks = [asyncio.create_task(self._keep(plan, joined)) for plan in self._deployment.workers]
         try:
             await asyncio.gather(*tasks)
@@ -72,7 +72,7 @@ class Supervisor:
             status = next(one.result() for one in ended if one.done())
             await _end(processes)  # the others of a worker of several are of no use without it
             if not ever_joined:
-                raise RuntimeError(f"worker {plan.name} ended with status {status} before it was ready")
+                raise ChildProcessError(f"worker {plan.name} ended with status {status} before it was ready")
             logger.error("worker %s ended with status %s; it starts again in %.0f s", plan.name, status, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

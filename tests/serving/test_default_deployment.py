@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import MeshError
+from qwenjax_ffi.device_memory import DeviceMemoryError
 from qwenjax_serving import cli, launch
 from qwenjax_serving import default_deployment as module
 from qwenjax_serving.default_deployment import count_gpus, default_deployment
-from qwenjax_serving.deployment import Deployment, read_deployment
+from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
+from qwenjax_serving.supervisor import Supervisor
 from tests.generation import write_folder
 from tests.helpers import tiny
 
@@ -64,6 +67,19 @@ def test_gpus_are_halved_as_far_as_the_model_divides(tmp_path: Path, gpus: int, 
     assert all(int(name) < gpus for each in visible for name in each)
 
 
+def test_one_mesh_that_is_given_leaves_the_other_the_rest(tmp_path: Path) -> None:
+    assert meshes(read(tmp_path, default_deployment(CONFIG, 6, {}, model_parallel=2))) == [
+        ("prefill", 1, 2),
+        ("decode", 4, 1),
+    ]
+    assert meshes(read(tmp_path, default_deployment(CONFIG, 5, {}, data_parallel=1))) == [
+        ("prefill", 1, 4),
+        ("decode", 1, 1),
+    ]
+    with pytest.raises(MeshError, match="need 5 GPUs; 4 are here"):
+        default_deployment(CONFIG, 4, {}, model_parallel=4)
+
+
 def test_gpus_that_the_environment_names_are_those_that_are_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +95,10 @@ def test_meshes_that_cannot_be_are_refused(tmp_path: Path) -> None:
         default_deployment(CONFIG, 0, {}, model_parallel=3)
 
 
-def test_gpus_are_counted_by_a_process_that_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_a_process_that_does_not_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = subprocess.run
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(module, "_PLUGINS", ("json",))
     answers = {"found": subprocess.CompletedProcess([], 0, "a line of the driver's\ngpu 4\n", "")}
@@ -87,6 +106,16 @@ def test_gpus_are_counted_by_a_process_that_does_not_last(monkeypatch: pytest.Mo
     assert count_gpus() == 4
     answers["found"] = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no driver\n")
     with pytest.raises(OSError, match="JAX finds no devices: RuntimeError: no driver"):
+        count_gpus()
+    answers["found"] = subprocess.CompletedProcess([], -11, "", "")
+    with pytest.raises(OSError, match="JAX finds no devices: its process ended with status -11"):
+        count_gpus()
+    answers["found"] = subprocess.CompletedProcess([], 0, "cpu 1\n", "")
+    assert count_gpus() == 0
+    assert "json is installed, and JAX finds no GPU" in caplog.text
+    monkeypatch.setattr(module, "_START", 0.01)
+    monkeypatch.setattr(module.subprocess, "run", run)
+    with pytest.raises(OSError, match=r"JAX finds no devices within 0.01 s; .*JAX_PLATFORMS=cpu"):
         count_gpus()
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert count_gpus() == 0
@@ -131,6 +160,45 @@ def test_options_of_the_command_line_reach_the_workers_and_the_router(started: A
 def test_a_queue_that_a_router_cannot_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", str(tmp_path), "--port", "0", "--max-queue", "0"]) == 2
     assert "--max-queue is 0; a router's is at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model-parallel", "--data-parallel"])
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_a_mesh_without_ranks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, ranks: str
+) -> None:
+    assert cli.main(["serve", str(tmp_path), "--port", "0", option, ranks]) == 2
+    assert f"{option} is {ranks}; it is at least 1" in capsys.readouterr().err
+
+
+def test_a_worker_that_does_not_start_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = write_folder(tmp_path / "model"), tmp_path / "both.toml"
+    start = Supervisor._start
+
+    async def broken(self: Supervisor, plan: Any) -> Any:
+        self._command = [sys.executable, "-c", "raise SystemExit(2)"]
+        return await start(self, plan)
+
+    monkeypatch.setattr(Supervisor, "_start", broken)
+    file.write_text("[both]\n")
+    assert cli.main(["serve", str(folder), "--port", "0", "--config", str(file)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert said == ["qwenjax serve: error: worker both-0 ended with status 2 before it was ready"]
+
+
+def test_what_ends_a_worker_of_a_role_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_worker(*_: Any) -> None:
+        raise DeviceMemoryError("no room")
+
+    monkeypatch.setattr(launch, "run_worker", run_worker)
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret of the tests alone")
+    (tmp_path / "both.toml").write_text("[both]\n")
+    assert cli.main(["serve", "model", "--config", str(tmp_path / "both.toml"), "--role", "both"]) == 2
+    assert capsys.readouterr().err == "qwenjax serve: error: both-0: no room\n"
 
 
 def test_without_nixl_the_extra_and_the_other_way_are_named(

@@ -41,7 +41,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "prefill and decode apart",
         "By default a prefill and a decode worker share the devices at hand: --model-parallel is of the first, "
-        "--data-parallel of the second, the other options of an engine are of both.",
+        "--data-parallel of the second, the other options of an engine are of both. Workers show no progress bars: "
+        "--no-progress is for --colocated.",
     )
     add = group.add_argument
     add(
@@ -168,7 +169,10 @@ def check_http_arguments(arguments: argparse.Namespace) -> None:
 
 
 def check_deployment_arguments(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options that would have no effect."""
+    """Raises ValueError for meshes without ranks and for options that would have no effect."""
+    for name in ("model_parallel", "data_parallel"):
+        if (ranks := getattr(arguments, name)) is not None and ranks < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {ranks}; it is at least 1")
     if arguments.config is None:
         for name in ("role", "name", "process"):
             if getattr(arguments, name) is not None:
@@ -210,5 +214,5 @@ def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
     names = set(EngineOptions.__annotations__) - {"revision"}
     options = cast(EngineOptions, {name: getattr(arguments, name) for name in names})
     for axis in ("data_parallel", "model_parallel"):
-        options[axis] = options[axis] or 1
+        options[axis] = 1 if options[axis] is None else options[axis]
     return build_engine(folder, **options)
