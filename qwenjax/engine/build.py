@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, overload
@@ -105,6 +105,7 @@ def build_engine(
     devices: Sequence[jax.Device] | None = None,
     loaded: ShardedModel | None = None,
     cache_share: float = 1.0,
+    landing_pages: Callable[[EngineConfig], int] | None = None,
     **options: Unpack[EngineOptions],
 ) -> E: ...
 
@@ -116,13 +117,15 @@ def build_engine(
     devices: Sequence[jax.Device] | None = None,
     loaded: ShardedModel | None = None,
     cache_share: float = 1.0,
+    landing_pages: Callable[[EngineConfig], int] | None = None,
     **options: Unpack[EngineOptions],
 ) -> Any:
     """Loads `model`, a checkpoint folder or a Hugging Face repo id, and compiles the programs of an engine of `kind`.
 
     devices: of which the mesh takes the first, by default all that there are. loaded: the checkpoint on this mesh, read
     for another engine with the same options, whose weights both then use. cache_share: of the memory that caches may
-    have, where num_pages is not given.
+    have, where num_pages is not given; landing_pages: pages that may be on a device besides, on their way to its cache,
+    by the engine's sizes, which are taken off then.
 
     Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
     for an option that there is not.
@@ -168,7 +171,13 @@ def build_engine(
         )
     if num_pages is None:
         fitting = pages_that_fit(loaded, sizes.page_size, num_drafts > 0, cache_share)
-        num_pages = min(sizes.max_num_seqs * sizes.max_pages, fitting)
+        landing = 0 if landing_pages is None else landing_pages(sizes)
+        if fitting <= landing:
+            raise ValueError(
+                f"{fitting} pages fit beside the weights, and up to {landing} may be on their way to the cache: lower "
+                "staging_pages or max_model_len, or give num_pages"
+            )
+        num_pages = min(sizes.max_num_seqs * sizes.max_pages, fitting - landing)
     enable_compilation_cache()
     engine = kind(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
     engine.warm_up(asked["progress"])

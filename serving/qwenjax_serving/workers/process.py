@@ -25,6 +25,7 @@ import jax
 from qwenjax.checkpoint.fingerprint import checkpoint_fingerprint
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.engine.build import build_engine
+from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.decode_engine import DecodeEngine
 from qwenjax.engine.prefill_engine import PrefillEngine
 from qwenjax.mesh import MeshError
@@ -33,7 +34,7 @@ from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.follower import Follower
 from qwenjax_serving.workers.prefill import PrefillWorker
-from qwenjax_serving.workers.worker import Worker
+from qwenjax_serving.workers.worker import Worker, staging_slots
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def run_worker(
             asyncio.run(_work(_both_workers(plan, folder, fingerprint, address, secret)))
             return
         kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
-        engine = build_engine(folder, kind, **plan.options)
+        landing = _landing_pages(plan) if kind is DecodeEngine else None
+        engine = build_engine(folder, kind, landing_pages=landing, **plan.options)
         if process:
             asyncio.run(_follow(plan, engine, secret))
         else:
@@ -155,12 +157,20 @@ def _both_workers(
     prefill = build_engine(folder, PrefillEngine, devices=found, cache_share=share, **first.options)
     others = found if plan.share_device else found[first.num_devices :]
     loaded = prefill.model if plan.share_device else None
-    decode = build_engine(folder, DecodeEngine, devices=others, loaded=loaded, **second.options)
+    landing = _landing_pages(second)
+    decode = build_engine(folder, DecodeEngine, devices=others, loaded=loaded, landing_pages=landing, **second.options)
     transport = partial(LocalTransport, peers=set())
     return [
         partial(_worker, part, engine, fingerprint, address, secret, transport)
         for part, engine in ((first, prefill), (second, decode))
     ]
+
+
+def _landing_pages(plan: WorkerPlan) -> Callable[[EngineConfig], int] | None:
+    """Of a decode worker on GPUs: pages leave its staging buffer for arrays in XLA's pool, all at once at most."""
+    if jax.devices()[0].platform == "cpu":
+        return None
+    return partial(staging_slots, asked=plan.staging_pages, on_gpus=True)
 
 
 def _worker(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, *arguments: Any) -> Worker:

@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 import jax
 
 from qwenjax.engine.async_engine import AsyncEngine
+from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.engine import Engine
 from qwenjax.engine.handover import devices_for, kv_layout, num_planes, num_processes, plane_bounds, ranks_here
+from qwenjax_ffi.symmetric_memory import bytes_outside_xla
 from qwenjax_serving.protocol.messages import (
     READ_TIMES,
     Failed,
@@ -138,7 +140,8 @@ class Worker(ABC):
             if not silence:
                 await self.transport.aclose()
                 await self.engine.aclose()  # where the other processes end too
-                self.staging.close()
+                if self.transport.failure is None:  # else reads may still arrive in it: it goes with the process
+                    self.staging.close()
                 if self.peers is not None:
                     await self.peers.close()
 
@@ -263,15 +266,20 @@ class Worker(ABC):
         self.send(Leaving())
 
 
+def staging_slots(config: EngineConfig, asked: int | None, on_gpus: bool) -> int:
+    """Those that `make_staging` makes."""
+    if asked is not None:
+        return asked
+    return max(2 * config.max_pages, config.pages_for(_TOKENS_IN_FLIGHT) if on_gpus else 0)
+
+
 def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
     """A buffer for the parts of pages that this process has, in GPU memory where its devices are GPUs. num_slots: by
     default those of two longest sequences, and on GPUs of 32,768 tokens at least. Raises ValueError for fewer than
     those of one sequence, DeviceMemoryError where there is no room."""
     config, model = engine.config, engine.model
     on_gpus = model.mesh.devices.flat[0].platform != "cpu"
-    slots = num_slots
-    if slots is None:
-        slots = max(2 * config.max_pages, config.pages_for(_TOKENS_IN_FLIGHT) if on_gpus else 0)
+    slots = staging_slots(config, num_slots, on_gpus)
     if slots < config.max_pages:
         raise ValueError(
             f"staging_pages is {slots}; the longest sequence has {config.max_pages} pages of {config.page_size}"
@@ -280,7 +288,11 @@ def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
     where = ranks_here(engine), jax.process_index(), plane_bounds(engine)
     if not on_gpus:
         return StagingBuffer(*sizes, *where)
-    return DeviceStagingBuffer([devices_for(engine, rank) for rank in range(engine.ranks)], *sizes, *where)
+    made = DeviceStagingBuffer([devices_for(engine, rank) for rank in range(engine.ranks)], *sizes, *where)
+    logger.info(
+        "%s bytes of a GPU are in use beside XLA's pool, for staging and collectives", f"{bytes_outside_xla():,}"
+    )
+    return made
 
 
 def _model_key(engine: Engine, fingerprint: str) -> str:
