@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import queue
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -207,6 +208,47 @@ def test_what_the_decode_engine_refuses_ends_alone_and_so_does_what_the_router_n
         listening.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_slots_of_an_output_that_is_let_go_of_are_free_once_nothing_takes_pages_out_of_them() -> None:
+    goes_on, begun = threading.Event(), threading.Event()
+
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+
+        def take_out(slots: list[int], data_rank: int) -> np.ndarray:
+            begun.set()
+            assert goes_on.wait(10)
+            return np.zeros((1, len(slots)))
+
+        worker.staging.take_out = take_out
+        await worker.handle(Reserve(7, WORK))
+        await asyncio.sleep(0.02)
+        await worker.handle(Admit(7, Grown(0, (5,), "", None, None, None, None), Handover(5, b"")))
+        await asyncio.to_thread(begun.wait, 10)
+        dropping = asyncio.create_task(worker.drop_all())
+        await asyncio.sleep(0.05)
+        assert not dropping.done()
+        assert worker.staging.num_free < 8
+        goes_on.set()
+        while worker.num_held:
+            await asyncio.sleep(0.01)
+        dropping.cancel()  # it goes on to the reader, which is not here
+        assert worker.staging.num_free == 8
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_threads_that_do_not_end_are_said_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "_JOIN", 0.02)
+    ends = threading.Event()
+    quick, slow = threading.Thread(target=lambda: None), threading.Thread(target=ends.wait, args=(10,))
+    for thread in (quick, slow):
+        thread.start()
+    assert follower_module._all_end([quick])
+    assert not follower_module._all_end([quick, slow])
+    ends.set()
+    slow.join()
 
 
 @pytest.mark.parametrize(

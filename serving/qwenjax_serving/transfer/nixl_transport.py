@@ -32,8 +32,8 @@ class TransferError(RuntimeError):
     """A transfer that did not happen; its bytes mean nothing."""
 
 
-async def until_done(task: asyncio.Task[None]) -> None:
-    """Waits for a task to its end, even where this is cancelled meanwhile, and raises what it raises."""
+async def until_done(task: asyncio.Task[T]) -> T:
+    """Waits for a task to its end, even where this is cancelled meanwhile. What it returns or raises."""
     cancelled = False
     while not task.done():
         try:
@@ -43,7 +43,7 @@ async def until_done(task: asyncio.Task[None]) -> None:
     if cancelled:
         task.exception()
         raise asyncio.CancelledError
-    task.result()
+    return task.result()
 
 
 class _Read:

@@ -30,7 +30,7 @@ from qwenjax_serving.protocol.messages import (
     ToWorker,
     Work,
 )
-from qwenjax_serving.transfer.nixl_transport import TransferError
+from qwenjax_serving.transfer.nixl_transport import TransferError, until_done
 from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.workers.batch_limit import BatchLimit
 from qwenjax_serving.workers.growth import Growth
@@ -170,7 +170,9 @@ class DecodeWorker(Worker):
         ticket, engine = admit.ticket, self._decode_engine
         handover, grown = admit.handover, admit.grown
         hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
-        pages = await asyncio.to_thread(self.staging.take_out, place.slots, place.data_rank)
+        # To its end, even where the output is let go of meanwhile: who frees slots, or the buffer, waits for this task.
+        taking = asyncio.to_thread(self.staging.take_out, place.slots, place.data_rank)
+        pages = await until_done(asyncio.create_task(taking))
         logprobs = grown.logprobs[0] if grown.logprobs else None
         arrived = Arrived(handover.token, logprobs, hidden, pages, tuple(place.slots))
         growth = Growth(grown)

@@ -26,6 +26,7 @@ from qwenjax_serving.workers.worker import LEAVE, make_staging
 
 logger = logging.getLogger(__name__)
 
+_JOIN = 5.0  # seconds that threads have to end, which one copy or admission takes less than
 _LEAVE_LATER = 10.0  # seconds beyond those that the first process has to end
 
 
@@ -54,8 +55,12 @@ class Follower:
         self._reader = Reader(self._transport, self._staging)
         address = await asyncio.to_thread(look_up, ADDRESS_KEY)
         self._socket = ConnectedSocket(address, self._secret, self._name, decode_to_follower)
-        for work in self._engine.follow, self._stage:
-            threading.Thread(target=self._work, args=(loop, work), name=work.__name__, daemon=True).start()
+        threads = [
+            threading.Thread(target=self._work, args=(loop, work), name=work.__name__, daemon=True)
+            for work in (self._engine.follow, self._stage)
+        ]
+        for thread in threads:
+            thread.start()
         tasks = [loop.create_task(self._listen()), loop.create_task(self._watch())]
         try:
             await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
@@ -63,6 +68,7 @@ class Follower:
                 if done.done():
                     done.result()
         finally:
+            ended = self._ended.done() and self._ended.exception() is None
             self._staged.put(None)
             for task in tasks:
                 task.cancel()
@@ -72,7 +78,9 @@ class Follower:
             self._serving.close()
             await self._socket.close()
             await self._transport.aclose()
-            self._staging.close()
+            # After an error threads may wait for the first process for ever: the memory goes with this one.
+            if ended and self._transport.failure is None and await asyncio.to_thread(_all_end, threads):
+                self._staging.close()
 
     def _work(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
         """In a thread of its own: the end of either, and any error, ends the process."""
@@ -156,3 +164,10 @@ class Follower:
             planes = staged.first_plane, staged.first_plane + staged.num_planes
             self._staging.put(self._staging.fetch(staged), 0, staged.slots, planes)
             self._engine.acknowledge()
+
+
+def _all_end(threads: Sequence[threading.Thread]) -> bool:
+    """Whether threads that have been told to end do so soon."""
+    for thread in threads:
+        thread.join(_JOIN)
+    return not any(thread.is_alive() for thread in threads)
