@@ -62,6 +62,8 @@ def unavailable(
         return f"the weight is {type(weight).__name__}, the kernel takes {_TAKES}"
     if x.dtype != jnp.bfloat16:
         return f"the rows are {x.dtype}, the kernel takes bfloat16"
+    if not x.size:
+        return f"there are no rows: x is {list(x.shape)}"
     return machine_unavailable()
 
 

@@ -87,6 +87,8 @@ class AllReduce:
             if self.row_vectors * VECTOR > TILE_BYTES:
                 raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
             self.teams = teams or self.choose_teams()
+            if self.row_vectors * VECTOR > TILE_BYTES // self.teams:
+                raise ValueError(f"a row of {row} elements does not fit the tile of one of {self.teams} teams")
             self.tile_vectors = self.even_tile(THREADS // self.teams, TILE_BYTES // self.teams // VECTOR)
             if row:
                 self.tile_vectors = max(1, self.tile_vectors // self.row_vectors) * self.row_vectors
@@ -115,7 +117,8 @@ class AllReduce:
     @property
     def tag(self) -> int:
         """1 to STEPS - 1, by which ranks find out that they run different calls."""
-        call = f"{self.algorithm} {self.dtype.__name__} {self.elements} {self.row} {self.grid}"
+        call = f"{self.algorithm} {self.dtype.__name__} {self.elements} {self.row} {self.top_k} {self.features}"
+        call += f" {self.grid} {self.teams}"
         return zlib.crc32(call.encode()) % (protocol.STEPS - 1) + 1
 
     @cute.jit

@@ -95,9 +95,9 @@ BF16_TILES = {
 }
 # Time of a unit of 64 by 128 beside that of the highest tile of as many rows, where the tensor cores are the limit.
 SPLIT_K_COST = 1.3
-NEARLY = 1.1
+NEARLY = 1.1  # times the shortest queue within which the highest tile is taken; chosen, not swept
 K_BLOCKS = 2  # of a cluster that share a tile's k; 4 were slower than 2, at one row and at 64
-MAX_INBOX_BYTES = 64 << 10
+MAX_INBOX_BYTES = 64 << 10  # of the sums that one block hands another: what a tile leaves of shared memory
 
 
 def choose_tile(
@@ -122,7 +122,7 @@ def choose_tile(
     """
     mean = rows / num_groups
     tile_rows = next(size for size, largest in TILE_ROWS if mean <= (largest if num_groups > 1 or size > 64 else size))
-    busy = math.ceil(num_groups * (1 - (1 - 1 / num_groups) ** rows))
+    busy = max(1, math.ceil(num_groups * (1 - (1 - 1 / num_groups) ** rows)))
     row_tiles = busy * math.ceil(rows / busy / tile_rows)
 
     def longest_queue(tile: Tile) -> float:

@@ -181,6 +181,7 @@ def test_unavailable_says_why() -> None:
     assert "is float32[5, 64, 96]" in str(grouped_gemm_kernel.unavailable(x, jnp.zeros((5, 64, 96))))
     assert "packed for 'plain'" in str(grouped_gemm_kernel.unavailable(x, packed, "gate_up"))
     assert "the rows are float32" in str(grouped_gemm_kernel.unavailable(x.astype(jnp.float32), packed))
+    assert "there are no rows" in str(grouped_gemm_kernel.unavailable(x[:0], packed))
     if jax.default_backend() == "cpu":
         for weight in (packed, jnp.zeros((5, 64, 96), jnp.bfloat16)):
             assert grouped_gemm_kernel.unavailable(x, weight) == "the backend is cpu, not an NVIDIA GPU"
@@ -218,7 +219,7 @@ def test_blocks_share_k_where_a_single_matrix_has_few_tiles() -> None:
     assert choose_tile(64, 1, 32, 32, mxfp8=False).k_blocks == 1
 
 
-@given(st.integers(1, 20_000), st.integers(1, 128), st.integers(1, 200), st.booleans())
+@given(st.integers(0, 20_000), st.integers(1, 128), st.integers(1, 200), st.booleans())
 def test_tiles_for_float32_have_room_for_every_accumulator_twice(
     rows: int, groups: int, row_units: int, mxfp8: bool
 ) -> None:

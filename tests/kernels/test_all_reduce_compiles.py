@@ -134,6 +134,7 @@ def test_another_call_has_another_tag() -> None:
     changes: list[dict[str, Any]] = [{}, {"elements": 4095}, {"algorithm": "one_shot"}, {"row": 64}]
     changes += [{"elements": 1 << 20}, {"elements": 1 << 20, "max_blocks": 1}]
     changes += [{"elements": 2048 * n} for n in range(100, 120)]
+    changes += [{"elements": 1 << 20, "top_k": k, "features": 2048} for k in (4, 8)]
     tags = [AllReduce(**arguments_of(**change)).tag for change in changes]
     assert len(set(tags)) == len(tags)
     assert all(0 < tag < 1 << 16 for tag in tags)

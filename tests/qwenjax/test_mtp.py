@@ -126,7 +126,7 @@ def test_head_computes_what_numpy_computes(model: ShardedModel, entries: tuple[n
     np.testing.assert_allclose(found, numpy_head(model, *entries), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)])
 def test_head_is_the_same_on_every_mesh(
     model: ShardedModel, entries: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]
 ) -> None:

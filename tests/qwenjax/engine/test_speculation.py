@@ -188,6 +188,7 @@ def test_drafts_have_a_program_at_every_batch_up_to_the_limit(slots: int, limit:
     assert not any(drafts for _, drafts in off.decode_variants)
 
 
+@pytest.mark.slow
 def test_two_sequences_within_the_limit_draft_together(folder: Path) -> None:
     llm = speculating_llm(folder, num_speculative_tokens=NUM_DRAFTS, speculation_max_batch=2)
     outputs = llm.generate([random_ids(5), random_ids(6)], greedy(9, logit_bias={X: 1e4}))

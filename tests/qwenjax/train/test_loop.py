@@ -149,6 +149,7 @@ def test_a_learning_rate_far_too_high_stops_training(tokens: Path, tmp_path: Pat
     assert json.loads((tmp_path / "settings.json").read_text())["optimizer"]["learning_rate"] == 1e3
 
 
+@pytest.mark.slow
 def test_time_limit_leaves_a_checkpoint_to_go_on_from(tokens: Path, tmp_path: Path) -> None:
     whole = run(tokens, tmp_path / "whole", "base")
     short = replace(LOOP, max_seconds=1e-9)
