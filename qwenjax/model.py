@@ -34,9 +34,12 @@ from qwenjax_ffi.routing import top_k_experts
 
 Context = TypeVar("Context", bound=AttentionContext)
 
-# Layers of a turn of the loop over them on a GPU, where a turn costs 11 us (kernels/README.md).
-_LAYERS_TOGETHER = 4
 _INIT_STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
+
+
+def _layers_together() -> int | None:
+    """Layers of a turn of the loop over them: four on a GPU, where a turn costs 11 us (kernels/README.md)."""
+    return 4 if jax.default_backend() == "gpu" else None
 
 
 class Parameters:
@@ -311,7 +314,7 @@ class Qwen3Moe(nnx.Module):
 
         normed = rms_norm(x, self.input_norm[start], config.rms_norm_eps)
         known = isinstance(start, int) and isinstance(stop, int)
-        together = _LAYERS_TOGETHER if known and jax.default_backend() == "gpu" else None
+        together = _layers_together() if known else None
         x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs), unroll=together)
         return x, context, epochs
 

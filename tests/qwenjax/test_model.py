@@ -63,6 +63,17 @@ def test_a_deeper_model_is_no_larger_a_program(kind: str) -> None:
     assert shallow == deep
 
 
+def test_layers_four_at_a_time_and_the_rest_are_the_layers_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = tiny(num_hidden_layers=6, mlp_only_layers=[1])
+    model = model_from_tensors(raw, make_mesh(), random_tensors(raw))
+    one = sequence_logits(model, [[3, 1, 4, 1, 5]])
+    monkeypatch.setattr("qwenjax.model._layers_together", lambda: 4)
+    jax.clear_caches()
+    four = sequence_logits(model, [[3, 1, 4, 1, 5]])
+    np.testing.assert_allclose(four[0], one[0], rtol=1e-5, atol=1e-5)
+    assert 4 in [equation.params["unroll"] for equation in program(raw) if equation.primitive.name == "scan"]
+
+
 def test_bfloat16_models_route_normalise_and_attend_in_float32() -> None:
     seen = set()
     for equation in program(tiny(torch_dtype="bfloat16")):
