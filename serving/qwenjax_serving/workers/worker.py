@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _BEAT = 0.5  # seconds between two signs of life; routers wait for several
 _HELLO_AGAIN = 2.0  # seconds without a Welcome after which a Hello is repeated
 _ROUTER_SILENCE = 10.0  # seconds after which what runs for a router is let go
-# An H200 prefills 44,646 of Qwen3-30B-A3B's in a second (bench/results/engine-h200.md), and prompts hold their slots
+# An H200 prefills 61,467 of Qwen3-30B-A3B's in a second (bench/results/engine-h200.md), and prompts hold their slots
 # until the decode worker has run with them: with fewer, where sequences are short, prefill would wait for slots.
 _TOKENS_IN_FLIGHT = 32_768
 LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
