@@ -7,6 +7,7 @@ The references in `attention` define the results. `unavailable` says why attenti
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,22 +26,11 @@ def unavailable(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
 
 def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel does not take these arguments on any machine; None where it does."""
-    batch, tokens, q_heads, head_dim = q.shape
-    _, _, kv_heads, page_size, cached_dim = k_cache.shape
-    if not q.size or not k_cache.size:
-        return f"queries are {list(q.shape)} and the cache {list(k_cache.shape)}; the kernel takes no empty ones"
-    if (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
-        return f"keys lie in {told(k_cache)} and values in {told(v_cache)}; the kernel takes both alike"
-    if q_heads % kv_heads:
-        return f"{q_heads} query heads and {kv_heads} kv heads; the kernel takes a multiple of these"
+    if why := pages_unsupported(q, k_cache, v_cache, HEAD_DIMS, PAGE_SIZES):
+        return why
+    batch, tokens, q_heads, _ = q.shape
+    kv_heads = k_cache.shape[2]
     rows = tokens * q_heads // kv_heads
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
-        return f"queries are {q.dtype} and the cache {k_cache.dtype}; the kernel takes bfloat16 or float16, both alike"
-    if head_dim not in HEAD_DIMS or cached_dim != head_dim:
-        takes = " and ".join(map(str, HEAD_DIMS))
-        return f"head_dim is {head_dim} and the cache's {cached_dim}; the kernel takes {takes}, both alike"
-    if page_size not in PAGE_SIZES:
-        return f"page_size is {page_size}; the kernel takes {', '.join(map(str, PAGE_SIZES))}"
     if rows > MAX_ROWS:
         return (
             f"{tokens} query tokens of {q_heads // kv_heads} query heads a kv head are {rows} rows; "
@@ -48,6 +38,28 @@ def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
         )
     if batch > MAX_BATCH:
         return f"the batch is {batch}; the kernel takes up to {MAX_BATCH}"
+    return None
+
+
+def pages_unsupported(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, head_dims: Sequence[int], page_sizes: Sequence[int]
+) -> str | None:
+    """Why a kernel of these head_dims and page_sizes does not take queries over these caches; None where it does."""
+    _, _, q_heads, head_dim = q.shape
+    _, _, kv_heads, page_size, cached_dim = k_cache.shape
+    if not q.size or not k_cache.size:
+        return f"queries are {list(q.shape)} and the cache {list(k_cache.shape)}; the kernel takes no empty ones"
+    if (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+        return f"keys lie in {told(k_cache)} and values in {told(v_cache)}; the kernel takes both alike"
+    if q_heads % kv_heads:
+        return f"{q_heads} query heads and {kv_heads} kv heads; the kernel takes a multiple of these"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
+        return f"queries are {q.dtype} and the cache {k_cache.dtype}; the kernel takes bfloat16 or float16, both alike"
+    if head_dim not in head_dims or cached_dim != head_dim:
+        takes = " and ".join(map(str, head_dims))
+        return f"head_dim is {head_dim} and the cache's {cached_dim}; the kernel takes {takes}, both alike"
+    if page_size not in page_sizes:
+        return f"page_size is {page_size}; the kernel takes {', '.join(map(str, page_sizes))}"
     return None
 
 

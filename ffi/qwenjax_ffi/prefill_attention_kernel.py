@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qwenjax_ffi.attention_kernel import machine_unavailable, told
+from qwenjax_ffi.attention_kernel import machine_unavailable, pages_unsupported
 from qwenjax_kernels.prefill_attention_limits import HEAD_DIM, PAGE_SIZES
 
 
@@ -22,21 +22,7 @@ def unavailable(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
 
 def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel does not take these arguments on any machine; None where it does."""
-    _, _, q_heads, head_dim = q.shape
-    _, _, kv_heads, page_size, cached_dim = k_cache.shape
-    if not q.size or not k_cache.size:
-        return f"queries are {list(q.shape)} and the cache {list(k_cache.shape)}; the kernel takes no empty ones"
-    if (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
-        return f"keys lie in {told(k_cache)} and values in {told(v_cache)}; the kernel takes both alike"
-    if q_heads % kv_heads:
-        return f"{q_heads} query heads and {kv_heads} kv heads; the kernel takes a multiple of these"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_cache.dtype != q.dtype:
-        return f"queries are {q.dtype} and the cache {k_cache.dtype}; the kernel takes bfloat16 or float16, both alike"
-    if head_dim != HEAD_DIM or cached_dim != head_dim:
-        return f"head_dim is {head_dim} and the cache's {cached_dim}; the kernel takes {HEAD_DIM}, both alike"
-    if page_size not in PAGE_SIZES:
-        return f"page_size is {page_size}; the kernel takes {', '.join(map(str, PAGE_SIZES))}"
-    return None
+    return pages_unsupported(q, k_cache, v_cache, (HEAD_DIM,), PAGE_SIZES)
 
 
 def prefill_attention(
