@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
-# A step with one draft costs 1.19 to 1.31 of one without on an H200 (bench/results/engine-h200.md). On a CPU one draft
+# A step with one draft costs 1.13 to 1.24 of one without on an H200 (bench/results/engine-h200.md). On a CPU one draft
 # makes 0.57 to 0.83 times the tokens a second of none (bench/results/speculative-cpu.txt).
 _DEFAULT_DRAFTS = {"cpu": 0, "gpu": 1}
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 # The largest batch whose steps were timed with a draft (Qwen3-30B-A3B's shapes on an H200, bench/results/
-# engine-h200.md): 1.19 times the step without, which an acceptance above 0.19 repays. Beyond, nothing is known.
+# engine-h200.md): 1.15 times the step without, which an acceptance above 0.15 repays. Beyond, nothing is known.
 MEASURED_SPECULATION_BATCH = 256
 _SHORTEST_CHUNK = 16  # tokens; shorter prompts are padded to it
 
