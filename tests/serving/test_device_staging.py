@@ -186,7 +186,7 @@ def inside(start: int, pitch: int, row: Rows, parts: Iterable[DeviceMemory]) -> 
 def test_pages_of_two_arrays_are_two_copies_wherever_they_lie() -> None:
     layout = KVLayout(4, 8)
     host = HostDriver()
-    device = DeviceStagingBuffer([jax.devices()[:1]], layout, PLANES, WIDTH, np.float32, SLOTS, driver=host)
+    device = DeviceStagingBuffer([jax.devices("cpu")[:1]], layout, PLANES, WIDTH, np.float32, SLOTS, driver=host)
     size = int(np.prod(device.shape[1:])) * 4
     pages = np.random.default_rng(0).integers(0, 256, 20 * size, np.uint8)
 
