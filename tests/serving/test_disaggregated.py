@@ -21,7 +21,8 @@ import pytest
 from qwenjax import LLM, RequestOutput, SamplingParams
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
 from qwenjax_serving.backend import BackendError, Overloaded
-from qwenjax_serving.protocol.messages import Message, Prefilled, Reserved, Taken, ToRouter
+from qwenjax_serving.protocol.messages import Message, Offer, Prefilled, Reserved, Status, Taken, ToRouter
+from qwenjax_serving.router.fleet import Worker
 from qwenjax_serving.router.router import Output, State
 from tests.generation import greedy, random_ids
 from tests.serving.cluster import Cluster, cluster
@@ -138,12 +139,10 @@ def test_workers_listen_on_loopback_alone(one_of_each: Cluster) -> None:
         assert listening(process.pid) == {"0100007F"}
 
 
-@pytest.mark.parametrize("state", ["prefilling", "moving", "decoding"])
-def test_what_a_client_that_leaves_held_is_free_within_a_second(
-    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, state: State
-) -> None:
-    """Its connection closes once an output is in that state, which the router does not learn the end of until then."""
-    router, reached, cancelled = one_of_each.backend.router, threading.Event(), list[State]()
+def leave_when(made: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, state: State) -> None:
+    """A client's connection closes once an output of its request is in a state, which the router does not learn the end
+    of until then."""
+    router, reached, cancelled = made.backend.router, threading.Event(), list[State]()
     enter, cancel, receive = router._enter, router.cancel, router.receive
     ends: dict[State, type[Message] | tuple[()]] = {"prefilling": Prefilled, "moving": Taken}
 
@@ -160,16 +159,72 @@ def test_what_a_client_that_leaves_held_is_free_within_a_second(
         cancelled.append(output.state)
         cancel(output, now)
 
-    for name, function in (("_enter", entering), ("receive", receiving), ("cancel", cancelling)):
-        monkeypatch.setattr(router, name, function)
-    body = {"model": "model", "prompt": random_ids(90, 5), "max_tokens": 38, "n": 4, "ignore_eos": True}
-    connection = http.client.HTTPConnection(url.removeprefix("http://"))
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": state == "decoding"}))
-    assert reached.wait(30)
-    connection.close()
-    one_of_each.wait_until_idle(1.0 + 0.5)  # a second, and what passes until the next status
+    with monkeypatch.context() as patch:
+        for name, function in (("_enter", entering), ("receive", receiving), ("cancel", cancelling)):
+            patch.setattr(router, name, function)
+        body = {"model": "model", "prompt": random_ids(90, 5), "max_tokens": 38, "n": 4, "ignore_eos": True}
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": state == "decoding"}))
+        assert reached.wait(30)
+        connection.close()
+        made.wait_until_idle(1.0 + 0.5)  # a second, and what passes until the next status
     assert len(cancelled) == 4
     assert state in cancelled
+
+
+@pytest.mark.parametrize("state", ["prefilling", "moving", "decoding"])
+def test_what_a_client_that_leaves_held_is_free_within_a_second(
+    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    leave_when(one_of_each, url, monkeypatch, state)
+
+
+def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_second_and_its_slots_once_that_is_over(
+    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill worker is stopped when its first pages are offered, and not connected to by then: nothing comes."""
+    router, offered = one_of_each.backend.router, threading.Event()
+    prefill, decode, receive = one_of_each.processes["prefill-0"], one_of_each.worker("decode-0"), router.receive
+
+    def receiving(sender: bytes, message: ToRouter, now: float) -> None:
+        if isinstance(message, Offer) and not offered.is_set():
+            prefill.send_signal(signal.SIGSTOP)
+            offered.set()
+        receive(sender, message, now)
+
+    async def introduce_anew() -> None:
+        for gone in True, False:
+            router._introduce(one_of_each.worker("prefill-0"), decode, gone)
+
+    one_of_each.run(introduce_anew())
+    one_of_each.wait_until_idle(5)
+    monkeypatch.setattr(router, "settings", replace(router.settings, worker_timeout=60))
+    monkeypatch.setattr(router, "receive", receiving)
+    body = {"model": "model", "prompt": random_ids(90, 6), "max_tokens": 20, "stream": True}
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        assert offered.wait(30)
+        one_of_each.wait_until(lambda: status_of(decode).held == 1, 2)
+        connection.close()
+        before = decode.status
+
+        def free() -> bool:
+            stats = status_of(decode).stats
+            return decode.status is not before and set(stats.free_pages) == {stats.num_pages}
+
+        one_of_each.wait_until(free, 1.0 + 0.5)  # a second, and what passes until the next status
+        held = status_of(decode)
+        assert (held.held, held.stats.num_running) == (1, 0)
+        assert held.staging_free < decode.hello.staging.num_slots  # the read may still write there
+    finally:
+        prefill.send_signal(signal.SIGCONT)
+    one_of_each.wait_until_idle(10)
+
+
+def status_of(worker: Worker) -> Status:
+    assert worker.status is not None
+    return worker.status
 
 
 def test_as_many_bytes_are_read_as_the_plans_say(

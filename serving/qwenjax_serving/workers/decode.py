@@ -200,7 +200,8 @@ class DecodeWorker(Worker):
         self.send(Tokens(outputs))
 
     def _drop(self, ticket: int) -> None:
-        """Lets go of an output, wherever it stands; what it held is free once nothing touches it."""
+        """Lets go of an output, wherever it stands: of its pages in the cache at once, of its slots once nothing
+        touches them, which a read that hangs may do for as long as `Reader.read` gives it."""
         place = self._places.pop(ticket, None)
         if place is not None:
             self._dropping.add(ticket)
@@ -209,11 +210,11 @@ class DecodeWorker(Worker):
     async def _free(self, ticket: int, place: Place) -> None:
         try:
             for task in (tasks := list(place.tasks)):
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+                task.cancel()  # none of them asks anything of the engine any more
             with suppress(RuntimeError):  # an engine that has failed holds nothing
                 await self.engine.call(lambda: self._decode_engine.cancel(place.request_id))
+            if tasks:
+                await asyncio.wait(tasks)
             if not self._ended.done():  # where it is, another process may still write to them
                 self.staging.give_back(place.slots)  # after an admission that may have been under way
         finally:
