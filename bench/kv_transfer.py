@@ -150,7 +150,7 @@ async def between_processes(name: str, sizes: Sizes, arguments: Any, source: lis
 
 
 async def within(name: str, sizes: Sizes, arguments: Any, source: list[int], target: list[int]) -> None:
-    peers = set[bytes]()
+    peers = dict[str, LocalTransport]()
     buffers = buffer(sizes, source), buffer(sizes, target)
     transports = LocalTransport("source", peers), LocalTransport("reader", peers)
     fill(buffers[0], sizes, source)

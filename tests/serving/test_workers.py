@@ -239,6 +239,22 @@ def test_slots_of_an_output_that_is_let_go_of_are_free_once_nothing_takes_pages_
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
+def test_slots_that_a_failed_transport_may_write_to_are_not_given_back() -> None:
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        await worker.handle(Reserve(7, WORK))
+        await asyncio.sleep(0.02)
+        assert worker.staging.num_free < 8
+        worker.transport.failure = TransferError("a copy does not end")
+        worker._drop(7)
+        while worker.num_held:
+            await asyncio.sleep(0.01)
+        assert worker.staging.num_free < 8
+        assert worker.engine.reserved == set()  # no read touches the pages of the cache
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
 def test_threads_that_do_not_end_are_said_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "_JOIN", 0.02)
     ends = threading.Event()

@@ -32,14 +32,16 @@ class TransferError(RuntimeError):
     """A transfer that did not happen; its bytes mean nothing."""
 
 
-async def until_done(task: asyncio.Task[T]) -> T:
-    """Waits for a task to its end, even where this is cancelled meanwhile. What it returns or raises."""
+async def until_done(task: asyncio.Task[T], on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Waits for a task to its end, even where this is cancelled meanwhile. What it returns or raises. on_cancel: called
+    then."""
     cancelled = False
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             cancelled = True
+            on_cancel()
     if cancelled:
         task.exception()
         raise asyncio.CancelledError

@@ -215,7 +215,8 @@ class DecodeWorker(Worker):
                 await self.engine.call(lambda: self._decode_engine.cancel(place.request_id))
             if tasks:
                 await asyncio.wait(tasks)
-            if not self._ended.done():  # where it is, another process may still write to them
+            # Where the worker is to end, a read may still write to them.
+            if not self._ended.done() and self.transport.failure is None:
                 self.staging.give_back(place.slots)  # after an admission that may have been under way
         finally:
             self._dropping.discard(ticket)

@@ -159,7 +159,7 @@ def _both_workers(
     loaded = prefill.model if plan.share_device else None
     landing = _landing_pages(second)
     decode = build_engine(folder, DecodeEngine, devices=others, loaded=loaded, landing_pages=landing, **second.options)
-    transport = partial(LocalTransport, peers=set())
+    transport = partial(LocalTransport, peers={})
     return [
         partial(_worker, part, engine, fingerprint, address, secret, transport)
         for part, engine in ((first, prefill), (second, decode))
