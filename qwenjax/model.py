@@ -274,9 +274,9 @@ class Qwen3Moe(nnx.Module):
         return self.normalised(x), context, epochs
 
     def layers(
-        self, x: jax.Array, context: Context, epochs: jax.Array, start: jax.Array | int, stop: jax.Array | int
+        self, x: jax.Array, context: Context, epochs: jax.Array, start: jax.Array | int, count: int
     ) -> tuple[jax.Array, Context, jax.Array]:
-        """Runs layers start to stop on x [batch, tokens, hidden], which is what they return too, not normalised."""
+        """Runs `count` layers from `start` on x [batch, tokens, hidden]; they return as much, not normalised."""
         config = self.config
         frequencies = inverse_frequencies(config.rope, config.head_dim)
         rotary = cos_sin(context.positions, frequencies, config.rope.attention_factor)
@@ -304,8 +304,9 @@ class Qwen3Moe(nnx.Module):
             )
 
         def block(
-            layer: jax.Array, carry: tuple[jax.Array, jax.Array, Context, jax.Array]
+            place: jax.Array, carry: tuple[jax.Array, jax.Array, Context, jax.Array]
         ) -> tuple[jax.Array, jax.Array, Context, jax.Array]:
+            layer = start + place
             x, normed, context, epochs = carry
             out, context = self.attention.local(normed, layer, rotary, context)
             x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[...], epochs)
@@ -313,9 +314,8 @@ class Qwen3Moe(nnx.Module):
             return x, normed, context, epochs
 
         normed = rms_norm(x, self.input_norm[start], config.rms_norm_eps)
-        known = isinstance(start, int) and isinstance(stop, int)
-        together = _layers_together() if known else None
-        x, _, context, epochs = jax.lax.fori_loop(start, stop, block, (x, normed, context, epochs), unroll=together)
+        carry = x, normed, context, epochs
+        x, _, context, epochs = jax.lax.fori_loop(0, count, block, carry, unroll=_layers_together())
         return x, context, epochs
 
     def normalised(self, x: jax.Array) -> jax.Array:

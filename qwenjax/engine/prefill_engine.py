@@ -90,6 +90,7 @@ class PrefillEngine(Engine):
         self._to_follow: tuple[int, np.ndarray] | None = None
         self.handovers: dict[str, tuple[np.ndarray, int]] = {}
         self._groups = layer_groups(model.config.num_hidden_layers)
+        self._layers: dict[int, jax.Array] = {}
         self._wanted_from: dict[int, int] = {}  # by order of arrival: the first token to stage
         self._num_parts: dict[str, int] = {}
 
@@ -146,14 +147,16 @@ class PrefillEngine(Engine):
             return jax.jit(ranks, donate_argnums=1).trace(state, self._slots, *arguments)
 
         for length in self.config.chunk_lengths:
-            table, number = self._idle_table(("prefill", length)), self._placed(np.int32(0), _WHOLE)
+            table = self._idle_table(("prefill", length))
             begin = partial(begin_prefill, config=self.config, length=length)
             traced["begin", length] = traced_on_ranks(begin, (BY_DATA,), (BY_DATA,), table)
             shape = (self.config.rows_per_call(length), length, self.model.config.hidden_size)
             x = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, BY_DATA))
-            layers = partial(prefill_layers, config=self.config, length=length)
-            specs = (BY_DATA, BY_DATA, _WHOLE, _WHOLE)
-            traced["layers", length] = traced_on_ranks(layers, specs, (BY_DATA,), x, table, number, number)
+            for count in {stop - start for start, stop in self._groups}:
+                layers = partial(prefill_layers, count=count, config=self.config, length=length)
+                specs = (BY_DATA, BY_DATA, _WHOLE)
+                program = "layers", (length, count)
+                traced[program] = traced_on_ranks(layers, specs, (BY_DATA,), x, table, self._layer(0))
             finish = partial(finish_prefill, config=self.config, length=length)
             outs = (BY_DATA, BY_DATA, BY_DATA)
             traced["finish", length] = traced_on_ranks(finish, (BY_DATA, BY_DATA), outs, x, table)
@@ -168,11 +171,18 @@ class PrefillEngine(Engine):
                 )
                 program = "gather", (cache.keys.shape[0], num_layers, num_pages)
                 pages = self._placed(np.zeros(num_pages, np.int32), _WHOLE)
-                traced[program] = jax.jit(gather).trace(cache, pages, self._placed(np.int32(0), _WHOLE))
+                traced[program] = jax.jit(gather).trace(cache, pages, self._layer(0))
         return traced
 
     def _announceable(self, programs: list[Program]) -> list[Program]:
         return [*(("prefill", length) for length in self.config.chunk_lengths), ("pages", None)]
+
+    def _layer(self, number: int) -> jax.Array:
+        """A layer's number as programs take it."""
+        if number not in self._layers:
+            whole = NamedSharding(self.model.mesh, _WHOLE)
+            self._layers[number] = jax.make_array_from_callback((), whole, lambda _: np.int32(number))
+        return self._layers[number]
 
     def _shape(self, program: Program) -> tuple[int, int] | None:
         return None if program[0] == "pages" else super()._shape(program)
@@ -208,8 +218,7 @@ class PrefillEngine(Engine):
         """The programs of a call, each group's pages staged behind it; what the last returns."""
         (x,) = self._run(("begin", length), table)
         for start, stop in self._groups:
-            bounds = (self._placed(np.int32(bound), _WHOLE) for bound in (start, stop))
-            (x,) = self._run(("layers", length), x, table, *bounds)
+            (x,) = self._run(("layers", (length, stop - start)), x, table, self._layer(start))
             self._stage(self._slots.cache, start, stop - start, 2 * start, pages, parts, slots)
         found = self._run(("finish", length), x, table)
         if self._slots.head is not None:
@@ -249,8 +258,7 @@ class PrefillEngine(Engine):
             numbers = np.zeros(size, np.int32)
             numbers[: stop - start] = pages[start:stop]
             gather = self._compiled["gather", (cache.keys.shape[0], num_layers, size)]
-            where = self._placed(numbers, _WHOLE), self._placed(np.int32(first_layer), _WHOLE)
-            arrays.append(gather(cache, *where))
+            arrays.append(gather(cache, self._placed(numbers, _WHOLE), self._layer(first_layer)))
         for part in parts:
             self._num_parts[part.request_id] += 1
         self.on_staged(StagedPages(arrays, first_plane, parts, slots))

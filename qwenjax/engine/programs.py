@@ -47,7 +47,7 @@ def prefill(
     """
     slots, x = begin_prefill(model, slots, table, config=config, length=length)
     layers = model.config.num_hidden_layers
-    slots, x = prefill_layers(model, slots, x, table, 0, layers, config=config, length=length)
+    slots, x = prefill_layers(model, slots, x, table, 0, count=layers, config=config, length=length)
     slots, drawn, prompt_logprobs, _ = finish_prefill(model, slots, x, table, config=config, length=length)
     if gather:
         chunk = chunk_of(config, length, table)
@@ -70,15 +70,15 @@ def prefill_layers(
     x: jax.Array,
     table: jax.Array,
     start: jax.Array | int,
-    stop: jax.Array | int,
     *,
+    count: int,
     config: EngineConfig,
     length: int,
 ) -> tuple[Slots, jax.Array]:
-    """The middle of `prefill`: layers start to stop, int32 scalars, on x [rows, length, hidden]."""
+    """The middle of `prefill`: `count` layers from `start`, an int32 scalar, on x [rows, length, hidden]."""
     chunk = chunk_of(config, length, table)
     context = PagedContext(slots.cache, chunk.page_table, chunk.positions)
-    x, context, epochs = model.layers(x, context, slots.epochs, start, stop)
+    x, context, epochs = model.layers(x, context, slots.epochs, start, count)
     return replace(slots, cache=context.cache, epochs=epochs), x
 
 
