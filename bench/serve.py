@@ -1,11 +1,10 @@
 """What the server costs beside the library: tokens a second of `qwenjax serve` and of LLM.generate on the same load.
 
     python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--data-parallel 1]
-                          [--deployment FILE] [--record NAME]
+                          [--colocated] [--record NAME]
 
-The server is a process of its own, one engine (`--colocated`) of the same sizes as the LLM of this process: `--streams`
-slots over `--data-parallel` ranks, no drafts (`--speculation`: one). With `--deployment` it is router and workers,
-whose CPU time counts with it; the file's sizes and decode ranks should then be these. A round sends `--requests`
+The server is router and workers, the default, or one engine in a process (`--colocated`), of the same sizes as the LLM
+of this process: `--streams` slots over `--data-parallel` ranks, no drafts (`--speculation`: one). A round sends `--requests`
 completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives the same
 prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for its client
 in its own time. EOS is ignored; prompts of a round are new, so that no prefix is cached. Two ratios, served / offline,
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--speculation", action="store_true")
-    parser.add_argument("--deployment", type=Path, help="serve with router and workers; sizes are the file's")
+    parser.add_argument("--colocated", action="store_true", help="serve with one engine")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
     ranks, slots = arguments.data_parallel, arguments.streams // arguments.data_parallel
@@ -98,7 +97,7 @@ def main() -> None:
     sizes = ["--max-num-seqs", str(slots), "--data-parallel", str(ranks), "--dtype", arguments.dtype]
     drafts = int(arguments.speculation)
     sizes += ["--num-speculative-tokens", str(drafts)]
-    options = ["--config", str(arguments.deployment)] if arguments.deployment else ["--colocated", *sizes]
+    options = [*sizes, *(["--colocated"] if arguments.colocated else [])]
     with server(arguments.config, *options) as (url, server_pid):
         llm = LLM(
             arguments.config,
@@ -137,6 +136,7 @@ def main() -> None:
             print(
                 f"{arguments.requests} requests, {arguments.streams} at a time, {arguments.input_len} random ids in, "
                 f"{arguments.output_len} out, {arguments.dtype}, data ranks: {ranks}, "
+                f"{'one engine' if arguments.colocated else 'router and workers'}, "
                 f"drafts {'on' if arguments.speculation else 'off'}"
             )
             print(f"\n{'':>5} | {'new tokens/s':^19} | {'served / offline':^16} | {'median ms, served':^17}")
