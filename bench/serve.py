@@ -3,13 +3,13 @@
     python bench/serve.py [--config configs/tiny] [--streams 16] [--requests 64] [--rounds 5] [--data-parallel 1]
                           [--colocated] [--record NAME]
 
-The server is router and workers, the default, or one engine in a process (`--colocated`), of the same sizes as the LLM
-of this process: `--streams` slots over `--data-parallel` ranks, no drafts (`--speculation`: one). A round sends `--requests`
-completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives the same
-prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for its client
-in its own time. EOS is ignored; prompts of a round are new, so that no prefix is cached. Two ratios, served / offline,
-medians over rounds: of tokens a second by the clock, which is held to the bar, and of tokens a second of CPU time,
-server and client together, which other load disturbs less.
+The server is router and workers, the default, or one engine in a process (`--colocated`), of the same sizes as the
+LLM of this process: `--streams` slots over `--data-parallel` ranks, no drafts (`--speculation`: one). A round sends
+`--requests` completions of random ids, `--streams` at a time, through the client of `qwenjax bench serve`, then gives
+the same prompts to LLM.generate: the two take turns, so that other load on the machine meets both, and each pays for
+its client in its own time. EOS is ignored; prompts of a round are new, so that no prefix is cached. Two ratios,
+served / offline, medians over rounds: of tokens a second by the clock, which is held to the bar, and of tokens a
+second of CPU time, server and client together, which other load disturbs less.
 """
 
 from __future__ import annotations

@@ -152,11 +152,11 @@ class PrefillEngine(Engine):
             traced["begin", length] = traced_on_ranks(begin, (BY_DATA,), (BY_DATA,), table)
             shape = (self.config.rows_per_call(length), length, self.model.config.hidden_size)
             x = jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(mesh, BY_DATA))
-            for count in {stop - start for start, stop in self._groups}:
+            for count in sorted({stop - start for start, stop in self._groups}):
                 layers = partial(prefill_layers, count=count, config=self.config, length=length)
                 specs = (BY_DATA, BY_DATA, _WHOLE)
-                program = "layers", (length, count)
-                traced[program] = traced_on_ranks(layers, specs, (BY_DATA,), x, table, self._layer(0))
+                run = traced_on_ranks(layers, specs, (BY_DATA,), x, table, self._layer(0))
+                traced["layers", (length, count)] = run
             finish = partial(finish_prefill, config=self.config, length=length)
             outs = (BY_DATA, BY_DATA, BY_DATA)
             traced["finish", length] = traced_on_ranks(finish, (BY_DATA, BY_DATA), outs, x, table)
