@@ -125,7 +125,7 @@ def build_engine(
     devices: of which the mesh takes the first, by default all that there are. loaded: the checkpoint on this mesh, read
     for another engine with the same options, whose weights both then use. cache_share: of the memory that caches may
     have, where num_pages is not given; landing_pages: pages that may be on a device besides, on their way to its cache,
-    by the engine's sizes, which are taken off then.
+    by the engine's sizes, which are taken off then, and which have to fit beside num_pages where that is given.
 
     Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
     for an option that there is not.
@@ -169,9 +169,11 @@ def build_engine(
             progress=asked["progress"],
             activation_format=asked["activation_format"],
         )
-    if num_pages is None:
+    landing = 0 if landing_pages is None else landing_pages(sizes)
+    if num_pages is not None:
+        _check_room(loaded, _page_bytes(loaded, sizes.page_size, num_drafts > 0), num_pages, landing)
+    else:
         fitting = pages_that_fit(loaded, sizes.page_size, num_drafts > 0, cache_share)
-        landing = 0 if landing_pages is None else landing_pages(sizes)
         if fitting <= landing:
             raise ValueError(
                 f"{fitting} pages fit beside the weights, and up to {landing} may be on their way to the cache: lower "
@@ -190,20 +192,43 @@ def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool, share: 
 
     with_head: the multi-token-prediction head has a layer of cache besides.
     """
-    config, mesh = model.config, model.mesh
-    kv_heads = max(1, config.num_key_value_heads // mesh.shape[MODEL])
-    layers = config.num_hidden_layers + with_head
-    page_bytes = 2 * layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize
-    pages = int(share * min(_cache_bytes(device) for device in mesh.local_devices)) // page_bytes
-    if spans_processes(mesh):  # which have to agree
+    page_bytes = _page_bytes(model, page_size, with_head)
+    pages = int(share * min(_cache_bytes(device) for device in model.mesh.local_devices)) // page_bytes
+    if spans_processes(model.mesh):  # which have to agree
         pages = int(np.min(multihost_utils.process_allgather(np.int32(pages))))
     return max(1, pages)
 
 
+def _page_bytes(model: ShardedModel, page_size: int, with_head: bool) -> int:
+    """Of a page on each device."""
+    config = model.config
+    kv_heads = max(1, config.num_key_value_heads // model.mesh.shape[MODEL])
+    layers = config.num_hidden_layers + with_head
+    return int(2 * layers * kv_heads * page_size * config.head_dim * jnp.dtype(model.dtype).itemsize)
+
+
+def _check_room(model: ShardedModel, page_bytes: int, num_pages: int, landing: int) -> None:
+    """Raises ValueError where a device has no room for a cache of so many pages and those on their way to it."""
+    free = [found for device in model.mesh.local_devices if (found := _free_bytes(device)) is not None]
+    needed = (num_pages + landing) * page_bytes
+    if free and needed > min(free):
+        on_their_way = f", and up to {landing:,} more may be on their way to the cache" if landing else ""
+        raise ValueError(
+            f"num_pages is {num_pages:,}{on_their_way}: {needed:,} bytes, {page_bytes:,} a page, where a device has "
+            f"{min(free):,} beside the weights; lower num_pages{', staging_pages or max_model_len' if landing else ''}"
+        )
+
+
+def _free_bytes(device: jax.Device) -> int | None:
+    """None where the device does not say."""
+    if device.platform == "cpu" or not (stats := device.memory_stats()):
+        return None
+    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+
+
 def _cache_bytes(device: jax.Device) -> int:
-    if device.platform != "cpu" and (stats := device.memory_stats()):
-        return int(_GPU_CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return _CPU_CACHE_BYTES
+    free = _free_bytes(device)
+    return _CPU_CACHE_BYTES if free is None else int(_GPU_CACHE_SHARE * free)
 
 
 def _platform(mesh: Mesh) -> str:

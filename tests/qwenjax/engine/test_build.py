@@ -53,6 +53,40 @@ def test_pages_on_their_way_to_a_cache_are_taken_off_what_fits(tmp_path: Path, m
         build_engine(folder, kind, loaded=cast(Any, loaded), landing_pages=lambda _: 50)
 
 
+def test_given_pages_that_do_not_fit_with_those_on_their_way_are_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(Exception):
+        pass
+
+    def make(model: Any, tokenizer: Any, config: EngineConfig) -> Any:
+        raise Made
+
+    folder, kind = write_folder(tmp_path), cast(Any, make)
+    config = ModelConfig.from_folder(folder)
+    loaded: Any = SimpleNamespace(config=config, mesh=make_mesh(), dtype=np.dtype(np.float32))
+    page = 2 * config.num_hidden_layers * config.num_key_value_heads * 64 * config.head_dim * 4
+
+    def ask(num_pages: int, landing: int | None) -> None:
+        given: dict[str, Any] = {} if landing is None else {"landing_pages": lambda _: landing}
+        build_engine(folder, kind, loaded=loaded, num_pages=num_pages, **given)
+
+    with pytest.raises(Made):
+        ask(1000, 1000)  # a CPU does not say what it has
+    monkeypatch.setattr(build, "_free_bytes", lambda device: 50 * page)
+    for num_pages, landing in ((50, None), (20, 30)):
+        with pytest.raises(Made):
+            ask(num_pages, landing)
+    with pytest.raises(
+        ValueError,
+        match=rf"num_pages is 20, and up to 31 more .*: {51 * page:,} bytes, {page:,} a page, .* {50 * page:,} beside "
+        "the weights; lower num_pages, staging_pages or max_model_len",
+    ):
+        ask(20, 31)
+    with pytest.raises(ValueError, match=r"num_pages is 51: .* lower num_pages$"):
+        ask(51, None)
+
+
 def test_caches_that_share_a_device_have_shares_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_dict(tiny())
     model: Any = SimpleNamespace(config=config, mesh=make_mesh(), dtype=np.dtype(np.float32))
