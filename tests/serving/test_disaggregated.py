@@ -179,47 +179,61 @@ def test_what_a_client_that_leaves_held_is_free_within_a_second(
     leave_when(one_of_each, url, monkeypatch, state)
 
 
-def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_second_and_its_slots_once_that_is_over(
-    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prefill worker is stopped when its first pages are offered, and not connected to by then: nothing comes."""
-    router, offered = one_of_each.backend.router, threading.Event()
-    prefill, decode, receive = one_of_each.processes["prefill-0"], one_of_each.worker("decode-0"), router.receive
+def leave_while_a_read_hangs(made: Cluster, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill worker is stopped when its first pages are offered, and not connected to by then: nothing comes. Then
+    the client's connection closes, and after that the worker goes on."""
+    router, stopped, receive = made.backend.router, list[str](), made.backend.router.receive
+    offered = threading.Event()
 
     def receiving(sender: bytes, message: ToRouter, now: float) -> None:
-        if isinstance(message, Offer) and not offered.is_set():
-            prefill.send_signal(signal.SIGSTOP)
+        if isinstance(message, Offer) and not stopped:
+            stopped.append(router.workers[sender].hello.name)
+            made.processes[stopped[0]].send_signal(signal.SIGSTOP)
             offered.set()
         receive(sender, message, now)
 
+    def holders() -> list[Worker]:
+        return [worker for worker in router.of_role("decode") if status_of(worker).held]
+
     async def introduce_anew() -> None:
-        for gone in True, False:
-            router._introduce(one_of_each.worker("prefill-0"), decode, gone)
+        for source in router.of_role("prefill"):
+            for reader in router.of_role("decode"):
+                for gone in True, False:
+                    router._introduce(source, reader, gone)
 
-    one_of_each.run(introduce_anew())
-    one_of_each.wait_until_idle(5)
-    monkeypatch.setattr(router, "settings", replace(router.settings, worker_timeout=60))
-    monkeypatch.setattr(router, "receive", receiving)
-    body = {"model": "model", "prompt": random_ids(90, 6), "max_tokens": 20, "stream": True}
+    made.run(introduce_anew())
+    made.wait_until_idle(5)
     connection = http.client.HTTPConnection(url.removeprefix("http://"))
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        assert offered.wait(30)
-        one_of_each.wait_until(lambda: status_of(decode).held == 1, 2)
-        connection.close()
-        before = decode.status
+    body = {"model": "model", "prompt": random_ids(90, 6), "max_tokens": 20, "stream": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(router, "settings", replace(router.settings, worker_timeout=60))
+        patch.setattr(router, "receive", receiving)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            assert offered.wait(30)
+            made.wait_until(lambda: bool(holders()), 2)
+            [decode] = holders()
+            before = decode.status
+            connection.close()
 
-        def free() -> bool:
-            stats = status_of(decode).stats
-            return decode.status is not before and set(stats.free_pages) == {stats.num_pages}
+            def free() -> bool:
+                stats = status_of(decode).stats
+                return decode.status is not before and set(stats.free_pages) == {stats.num_pages}
 
-        one_of_each.wait_until(free, 1.0 + 0.5)  # a second, and what passes until the next status
-        held = status_of(decode)
-        assert (held.held, held.stats.num_running) == (1, 0)
-        assert held.staging_free < decode.hello.staging.num_slots  # the read may still write there
-    finally:
-        prefill.send_signal(signal.SIGCONT)
-    one_of_each.wait_until_idle(10)
+            made.wait_until(free, 1.0 + 0.5)  # a second, and what passes until the next status
+            held = status_of(decode)
+            assert (held.held, held.stats.num_running) == (1, 0)
+            assert held.staging_free < decode.hello.staging.num_slots  # the read may still write there
+        finally:
+            for name in stopped:
+                made.processes[name].send_signal(signal.SIGCONT)
+        made.wait_until_idle(10)
+
+
+def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_second_and_its_slots_once_that_is_over(
+    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_while_a_read_hangs(one_of_each, url, monkeypatch)
 
 
 def status_of(worker: Worker) -> Status:

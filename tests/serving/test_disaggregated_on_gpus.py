@@ -5,10 +5,11 @@ is compared with and all workers share the GPUs."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from qwenjax import LLM, RequestOutput
@@ -81,6 +82,32 @@ def parting(one: RequestOutput, other: RequestOutput) -> float | None:
     return first - second
 
 
+def prompts_of(llm: LLM) -> list[list[int]]:
+    ids = llm.tokenizer.encode(REPEATED)
+    return [*map(llm.tokenizer.encode, PROMPTS), *(ids[:length] for length in (1, 64, 65, 200, 300, 300, 430))]
+
+
+def acceptance(results: Iterable[RequestOutput]) -> list[float]:
+    """Of drafts, per position."""
+    counts = [each.speculation for each in results if each.speculation is not None]
+    assert counts
+    drafted, accepted = (np.sum([getattr(each, name) for each in counts], axis=0) for name in ("drafted", "accepted"))
+    return [float(share) for share in accepted / drafted]
+
+
+def check_drawn(name: str, results: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    """Greedy outputs of a server against those of one engine."""
+    found = [parting(*pair) for pair in zip(wanted, results, strict=True)]
+    parted = sorted(margin for margin in found if margin is not None)
+    assert all(margin < TOLERANCE for margin in parted)
+    assert len(parted) < len(results) // 2
+    shares = acceptance(results), acceptance(wanted)
+    accepted = " and ".join(", ".join(f"{share:.3f}" for share in one) for one in shares)
+    print(f"\n{name}: {len(results)} prompts, {len(parted)} part (by {parted} nats); drafts accepted {accepted}")
+    # A step may round a draft's logits in another way; of a head without its keys next to nothing is accepted.
+    np.testing.assert_allclose(*shares, atol=0.05)
+
+
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_apart_on_gpus_draws_what_one_engine_draws(clusters: dict[str, Cluster], llm: LLM, name: str) -> None:
     if name not in clusters:
@@ -88,27 +115,19 @@ def test_apart_on_gpus_draws_what_one_engine_draws(clusters: dict[str, Cluster],
     made = clusters[name]
     made.wait_for_workers()
     assert {worker.hello.staging.memory for worker in made.workers} == {"VRAM"}
-    ids = llm.tokenizer.encode(REPEATED)
-    prompts = [*map(llm.tokenizer.encode, PROMPTS), *(ids[:length] for length in (1, 64, 65, 200, 300, 300, 430))]
+    prompts = prompts_of(llm)
 
     async def whole() -> list[RequestOutput]:
         return await asyncio.gather(*(made.generate(f"{place}", ids, GREEDY) for place, ids in enumerate(prompts)))
 
-    results = made.run(whole(), timeout=60)
-    found = [parting(*pair) for pair in zip(llm.generate(prompts, GREEDY), results, strict=True)]
-    parted = [margin for margin in found if margin is not None]
+    check_drawn(name, made.run(whole(), timeout=60), llm.generate(prompts, GREEDY))
     made.wait_until_idle(10)
     decode = next(worker for worker in made.workers if worker.hello.role == "decode")
     assert decode.status is not None
     read, seconds = decode.status.bytes_read, decode.status.read_seconds
-    print(
-        f"\n{name}: {len(prompts)} prompts, {len(parted)} part (by {sorted(parted)} nats); {read:,} bytes of pages in "
-        f"{1e3 * seconds:.1f} ms of reads"
-    )
+    print(f"{read:,} bytes of pages in {1e3 * seconds:.1f} ms of reads")
     assert read > 0
     assert decode.status.num_prefill_calls == 0
-    assert all(margin < TOLERANCE for margin in parted)
-    assert len(parted) < len(prompts) // 2
     for process in made.processes.values():
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert ("nixl" in maps) == (name == "two processes")
