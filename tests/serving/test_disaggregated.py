@@ -236,6 +236,39 @@ def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_seco
     leave_while_a_read_hangs(one_of_each, url, monkeypatch)
 
 
+def test_pages_that_a_stopped_decode_worker_may_read_stay_while_the_cache_s_are_free_within_a_second(
+    one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped when pages are offered to it; then the client leaves, and after that it goes on."""
+    router, offered, receive = one_of_each.backend.router, threading.Event(), one_of_each.backend.router.receive
+    prefill, process = one_of_each.worker("prefill-0"), one_of_each.processes["decode-0"]
+
+    def receiving(sender: bytes, message: ToRouter, now: float) -> None:
+        if isinstance(message, Offer) and not offered.is_set():
+            process.send_signal(signal.SIGSTOP)
+            offered.set()
+        receive(sender, message, now)
+
+    one_of_each.wait_until_idle(5)
+    monkeypatch.setattr(router, "settings", replace(router.settings, worker_timeout=60))
+    monkeypatch.setattr(router, "receive", receiving)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    body = {"model": "model", "prompt": random_ids(90, 7), "max_tokens": 20, "stream": True}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        assert offered.wait(30)
+        connection.close()
+        one_of_each.wait_until(lambda: not router.num_running, 1)
+        before, slots = prefill.status, prefill.hello.staging.num_slots
+        one_of_each.wait_until(lambda: prefill.status is not before, 2)
+        found = status_of(prefill)
+        assert (found.stats.num_running, set(found.stats.free_pages)) == (0, {found.stats.num_pages})
+        assert (found.held, found.staging_free < slots) == (1, True)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    one_of_each.wait_until_idle(5)
+
+
 def status_of(worker: Worker) -> Status:
     assert worker.status is not None
     return worker.status

@@ -20,9 +20,11 @@ from qwenjax_serving.protocol.messages import (
     Full,
     Goodbye,
     Grown,
+    Halt,
     Handover,
     Hello,
     Leaving,
+    LetGo,
     Message,
     Offer,
     Ping,
@@ -66,6 +68,7 @@ class Played:
         self.inbox = deque[Message]()
         self.held: dict[int, Work | None] = {}
         self.sources: set[str] = set()
+        self.halted: set[int] = set()
         self.alive, self.welcome = True, False
 
     def say_hello(self) -> Hello:
@@ -102,8 +105,12 @@ class Played:
                 if ticket in self.held:
                     del self.held[ticket]
                     return [Tokens(((ticket, grown(1, 7)),)), Tokens(((ticket, grown(2, 8, end=True)),))]
+            case Halt(ticket=ticket):
+                self.halted.add(ticket)
             case Release(ticket=ticket):
                 self.held.pop(ticket, None)
+                if self.hello.role == "decode":
+                    return [LetGo(ticket)]
             case Ping(tickets=tickets):
                 self.held = {ticket: work for ticket, work in self.held.items() if ticket in tickets}
         return []
@@ -180,7 +187,7 @@ def two_of_each() -> tuple[World, list[Played], list[Played]]:
 def test_every_output_ends_once_whatever_happens(seed: int, num_outputs: int) -> None:
     chance = random.Random(seed)
     world, _, _ = two_of_each()
-    world.loses = lambda message: isinstance(message, Release) and chance.random() < 0.3
+    world.loses = lambda message: isinstance(message, Halt | Release) and chance.random() < 0.3
     left, cancelled = num_outputs, set[int]()
     while left or world.busy():
         event = chance.random()
@@ -217,6 +224,7 @@ def test_every_output_ends_once_whatever_happens(seed: int, num_outputs: int) ->
 
     assert not world.router.waiting
     assert not world.router._tickets
+    assert not world.router._read_on
     for worker in world.workers.values():
         if worker.alive:
             assert not worker.held
@@ -247,6 +255,38 @@ def test_a_prefill_worker_that_dies_is_replaced_by_the_other() -> None:
     world.settle()
     assert world.tokens(0) == [5, 7, 8]
     assert world.router.num_retries == 1
+
+
+@pytest.mark.parametrize("end", ["the reader says so", "it says so late", "the reader dies"])
+def test_pages_of_an_output_that_is_given_up_stay_until_nothing_reads_them(end: str) -> None:
+    world, _, _ = two_of_each()
+    output = world.submit(5)
+    while output.state != "moving":
+        world.step(world.busy()[0])
+    assert output.prefill is not None
+    assert output.decode is not None
+    prefill, decode = (world.workers[each.identity] for each in (output.prefill, output.decode))
+    world.router.cancel(output, world.now)
+
+    def run_prefill() -> None:
+        while prefill.inbox:
+            world.step(prefill)
+
+    run_prefill()
+    assert prefill.halted == set(prefill.held) == {output.ticket}
+    if end == "the reader dies":
+        world.say(decode, Goodbye())
+        decode.alive = False
+    else:
+        if end == "it says so late":
+            decode.inbox.clear()  # the Release is lost
+            world.tick(0.5)
+            run_prefill()
+            assert prefill.held
+        while decode.inbox:
+            world.step(decode)
+    run_prefill()
+    assert not prefill.held
 
 
 def test_streams_of_a_decode_worker_that_dies_end_with_an_error_and_others_go_on() -> None:

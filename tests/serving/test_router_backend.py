@@ -18,6 +18,7 @@ from qwenjax_serving.protocol.messages import (
     Grown,
     Handover,
     Hello,
+    LetGo,
     Prefill,
     Prefilled,
     Release,
@@ -62,6 +63,8 @@ class Played:
                     self.socket.send(Status(STATS, 2, 5, 1.0, (0, 2, *(0,) * 11, 1), 8, 0, 0, 0))
                 case Release(ticket=ticket):
                     self.released.append(ticket)
+                    if self.role == "decode":
+                        self.socket.send(LetGo(ticket))
                 case Reserve(ticket=ticket, work=work):
                     self.works[ticket] = work
                     self.socket.send(Failed(ticket, self.refuses, True) if self.refuses else Reserved(ticket, 0))

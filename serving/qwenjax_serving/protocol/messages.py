@@ -15,7 +15,7 @@ from qwenjax.outputs import EngineStats, FinishReason, Logprob, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving.transfer.staging import StagingLayout
 
-VERSION = 3  # of everything below; the first byte of every message
+VERSION = 4  # of everything below; the first byte of every message
 
 Role = Literal["prefill", "decode"]
 
@@ -210,6 +210,19 @@ class Release(Message, frozen=True):
     ticket: int
 
 
+class Halt(Message, frozen=True):
+    """To a prefill worker: run no more of an attempt that is over, and keep what is staged of it until the Release: a
+    decode worker may still be reading."""
+
+    ticket: int
+
+
+class LetGo(Message, frozen=True):
+    """From a decode worker: the answer to a Release, once nothing reads or holds anything of the attempt any more."""
+
+    ticket: int
+
+
 class Failed(Message, frozen=True):
     """An attempt cannot go on at this worker, which has let go of it. refused: it never could, anywhere."""
 
@@ -261,8 +274,8 @@ class Serve(Message, frozen=True):
     on: bool
 
 
-ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed
-ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Release
+ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed | LetGo
+ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Halt | Release
 ToLeader = Joined | Alive | Done
 ToFollower = Source | Read | Stop | Serve
 

@@ -20,8 +20,10 @@ from qwenjax_serving.protocol.messages import (
     Full,
     Goodbye,
     Grown,
+    Halt,
     Hello,
     Leaving,
+    LetGo,
     Message,
     Offer,
     Ping,
@@ -97,6 +99,8 @@ class Router:
         self.workers: dict[bytes, Worker] = {}
         self.waiting: list[Output] = []  # by order
         self._tickets: dict[int, Output] = {}
+        # Of attempts that are over: the prefill worker whose pages the decode worker may still be reading.
+        self._read_on: dict[int, tuple[Worker, Worker]] = {}
         self._num_tickets = self._num_outputs = 0
         self._absent_since: float | None = None
         self.num_retries = self.num_lost = self.num_full = 0
@@ -150,6 +154,9 @@ class Router:
                 if output is not None and output.decode is worker and output.state == "decoding":
                     output.deadline = now + self.settings.progress_timeout
                     self._grow(output, grown)
+        elif isinstance(message, LetGo):
+            if self._read_on.get(message.ticket, (None, None))[1] is worker:
+                self._end_reading(message.ticket)
         else:
             output = self._tickets.get(message.ticket)
             if output is not None and worker in (output.prefill, output.decode):
@@ -165,6 +172,9 @@ class Router:
         for output in self._tickets.values():
             for holder in self._holders(output):
                 held[holder].append(output.ticket)
+        for ticket, (prefill, decode) in self._read_on.items():
+            held[prefill].append(ticket)
+            self._send(decode.identity, Release(ticket))  # again: one of the two messages may have got lost
         for worker, tickets in held.items():
             self._send(worker.identity, Ping(tuple(tickets)))
         for output in list(self._tickets.values()):
@@ -214,6 +224,8 @@ class Router:
         if worker.hello.role == "prefill":
             for reader in self.of_role("decode"):
                 self._introduce(worker, reader, gone=True)
+        for ticket in [ticket for ticket, both in self._read_on.items() if worker in both]:
+            self._end_reading(ticket)
         for output in [each for each in self._tickets.values() if worker in (each.prefill, each.decode)]:
             self._retry(output, f"{worker.hello.role} worker {worker.hello.name} {why}")
 
@@ -355,9 +367,21 @@ class Router:
         if output.decode is not None:
             output.decode.load -= 1
             output.decode.full = False
-        for worker in self._holders(output):
-            self._send(worker.identity, Release(output.ticket))
+        holders = list(self._holders(output))
+        if output.prefill in holders and output.decode in holders and output.state in ("prefilling", "moving"):
+            prefill, decode = self._read_on[output.ticket] = output.prefill, output.decode
+            self._send(prefill.identity, Halt(output.ticket))
+            self._send(decode.identity, Release(output.ticket))
+        else:
+            for worker in holders:
+                self._send(worker.identity, Release(output.ticket))
         output.prefill = output.decode = output.deadline = None
+
+    def _end_reading(self, ticket: int) -> None:
+        """Nothing reads the pages of an attempt that is over any more, or one of its workers is gone."""
+        prefill, _ = self._read_on.pop(ticket)
+        if prefill.identity in self.workers:
+            self._send(prefill.identity, Release(ticket))
 
     def _holders(self, output: Output) -> Iterator[Worker]:
         for worker in (output.prefill, output.decode):

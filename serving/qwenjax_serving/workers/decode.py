@@ -19,6 +19,7 @@ from qwenjax_serving.protocol.messages import (
     Admit,
     Full,
     Grown,
+    LetGo,
     Offer,
     Release,
     Reserve,
@@ -100,7 +101,8 @@ class DecodeWorker(Worker):
                 if (place := self._places.get(message.ticket)) is not None:
                     self._do(place, self._decode(message, place))
             case Release():
-                self._drop(message.ticket)
+                if not self._drop(message.ticket) and message.ticket not in self._dropping:
+                    self.send(LetGo(message.ticket))
 
     async def drop_all(self) -> None:
         for ticket in list(self._places):
@@ -199,13 +201,16 @@ class DecodeWorker(Worker):
         outputs, self._grown = tuple(self._grown), []
         self.send(Tokens(outputs))
 
-    def _drop(self, ticket: int) -> None:
+    def _drop(self, ticket: int) -> bool:
         """Lets go of an output, wherever it stands: of its pages in the cache at once, of its slots once nothing
-        touches them, which a read that hangs may do for as long as `Reader.read` gives it."""
+        touches them, which a read that hangs may do for as long as `Reader.read` gives it. False where it holds
+        nothing for that."""
         place = self._places.pop(ticket, None)
-        if place is not None:
-            self._dropping.add(ticket)
-            self.background(self._free(ticket, place))
+        if place is None:
+            return False
+        self._dropping.add(ticket)
+        self.background(self._free(ticket, place))
+        return True
 
     async def _free(self, ticket: int, place: Place) -> None:
         try:
@@ -218,5 +223,6 @@ class DecodeWorker(Worker):
             # Where the worker is to end, a read may still write to them.
             if not self._ended.done() and self.transport.failure is None:
                 self.staging.give_back(place.slots)  # after an admission that may have been under way
+                self.send(LetGo(ticket))
         finally:
             self._dropping.discard(ticket)

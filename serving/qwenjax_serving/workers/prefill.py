@@ -16,7 +16,7 @@ import numpy as np
 
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages, StagedPart
 from qwenjax.outputs import RequestOutput
-from qwenjax_serving.protocol.messages import Handover, Offer, Prefill, Prefilled, Release, Role, Serve, ToWorker
+from qwenjax_serving.protocol.messages import Halt, Handover, Offer, Prefill, Prefilled, Release, Role, Serve, ToWorker
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
 
@@ -24,7 +24,7 @@ from qwenjax_serving.workers.worker import Worker
 @dataclass(eq=False)
 class Prompt:
     """A prompt from the moment that it is given to this worker until it is released. slots: of the staging buffer, for
-    pages from `first_page` on, empty while it waits for them."""
+    pages from `first_page` on, empty while it waits for them. halted: nothing of it is run or offered any more."""
 
     message: Prefill
     first_page: int
@@ -34,6 +34,7 @@ class Prompt:
     offered: asyncio.Event = field(default_factory=asyncio.Event)
     serving: ExitStack = field(default_factory=ExitStack)
     task: asyncio.Task[None] | None = None
+    halted: bool = False
 
 
 class PrefillWorker(Worker):
@@ -68,6 +69,8 @@ class PrefillWorker(Worker):
     async def handle(self, message: ToWorker) -> None:
         if isinstance(message, Prefill):
             self._take(message)
+        elif isinstance(message, Halt):
+            await self._halt(self._id(message.ticket))
         elif isinstance(message, Release):
             await self._drop(self._id(message.ticket))
 
@@ -137,6 +140,18 @@ class PrefillWorker(Worker):
         grown = Growth().of(first, output.speculation)
         self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
 
+    async def _halt(self, request_id: str) -> None:
+        """Runs no more of a prompt; its slots stay as they are."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return
+        if prompt.task is None:  # nobody reads what has not begun
+            await self._drop(request_id)
+            return
+        prompt.halted = True
+        prompt.task.cancel()  # which drops its stream: the engine aborts the request
+        await asyncio.wait([prompt.task])
+
     async def _drop(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
@@ -144,7 +159,7 @@ class PrefillWorker(Worker):
         if prompt.task is None:
             self._waiting.remove(request_id)
         else:
-            prompt.task.cancel()  # which drops its stream: the engine aborts the request
+            prompt.task.cancel()
             await asyncio.wait([prompt.task])
         prompt.serving.close()
         self._prefill_engine.handovers.pop(request_id, None)
@@ -209,7 +224,7 @@ class PrefillWorker(Worker):
         size = self._engine.config.page_size
         for part in staged.parts:
             prompt = self._prompts.get(part.request_id)
-            if prompt is None:  # released meanwhile
+            if prompt is None or prompt.halted:
                 continue
             slots = self._slots_of(part)
             # A page that is partly there already is written again: what it held before stays the same.
