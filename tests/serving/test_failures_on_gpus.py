@@ -134,9 +134,7 @@ def test_what_a_prefill_worker_killed_in_a_transfer_had_is_drawn_from_another(
     processes.wait_until_idle(20)
 
 
-def test_streams_of_a_killed_decode_worker_end_and_others_go_on_and_all_join_again(
-    processes: Cluster, llm: LLM, wanted: list[RequestOutput]
-) -> None:
+def test_streams_of_a_killed_decode_worker_end_and_others_go_on(processes: Cluster) -> None:
     router, killed = processes.backend.router, list[str]()
 
     async def one(place: int) -> RequestOutput | BackendError:
@@ -162,7 +160,16 @@ def test_streams_of_a_killed_decode_worker_end_and_others_go_on_and_all_join_aga
     assert 1 <= len(errors) < 4
     assert all(killed[0] in str(error) for error in errors)
     assert {len(each.outputs[0].token_ids) for each in results if isinstance(each, RequestOutput)} == {400}
+    processes.wait_until(lambda: killed[0] not in {worker.hello.name for worker in processes.workers}, 10)
+    processes.wait_until_idle(5)
+
+
+def test_workers_that_were_killed_join_again_beside_those_that_went_on(
+    processes: Cluster, llm: LLM, wanted: list[RequestOutput]
+) -> None:
+    """Those that the tests before have killed."""
     ended = [name for name, process in processes.processes.items() if process.poll() is not None]
+    assert ended
     processes.start(ended)
     processes.wait_for_workers()
     assert len(processes.workers) == 5
