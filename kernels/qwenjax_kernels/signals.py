@@ -19,6 +19,7 @@ from qwenjax_kernels.all_reduce_protocol import STEPS, arrival_share, epoch_of, 
 from qwenjax_kernels.heap_layout import ABORTED, DISAGREES, MAX_RANKS, TIMED_OUT, HeapLayout
 
 POLLS_BETWEEN_CHECKS = 1024  # about a millisecond; the clock and the abort word are read only then
+RECORD_NS = 10**9  # at most, for another thread's failure record, which takes microseconds
 
 
 def load_acquire(address: Int64) -> Int64:
@@ -124,7 +125,10 @@ class Watch:
 
     @cute.jit
     def fail(self, code: Int32, peer: Int32) -> None:
-        """Writes the failure record, once a rank, and tells every rank to give up."""
+        """Writes the failure record, once a rank, and tells every rank to give up.
+
+        Returns, or traps, when the thread that writes it is done, whichever that is: a trap before would stop it.
+        """
         before = cute.arch.inline_ptx(
             "atom.relaxed.gpu.global.exch.b32 {$w0}, [{$r0}], 1;",
             write_only_types=[Uint32],
@@ -133,10 +137,14 @@ class Watch:
         if before == Uint32(0):
             store_word(self.record + 4, Uint32(peer))
             store_word(self.record + 8, Uint32(self.epoch))
-            cute.arch.fence_acq_rel_sys()
-            store_word(self.record, Uint32(code))
             for rank in range(self.ranks):
                 store_word(self.bases.base(rank) + HeapLayout.abort, Uint32(1))
+            cute.arch.fence_acq_rel_sys()
+            store_word(self.record, Uint32(code))  # last, so that who reads it knows that all is out
+        started = cute.arch.globaltimer()
+        recorded = load_word(self.record)
+        while recorded == Uint32(0) and cute.arch.globaltimer() - started < Int64(RECORD_NS):
+            recorded = load_word(self.record)
         cute.arch.fence_acq_rel_sys()
         if cutlass.const_expr(self.trap):
             cute.arch.inline_ptx("trap;")

@@ -98,17 +98,19 @@ def program_of(ptx: str) -> Program:
 
 
 class EmulatedRanks:
-    """Heaps of zeros, one a rank, and their tables; `put` adds an operand."""
+    """Heaps of zeros, one a rank, their failure records and tables; `put` adds an operand."""
 
     def __init__(self, ranks: int, heap_bytes: int) -> None:
         self.ranks = ranks
         self.memory = GlobalMemory([])
-        heaps = [self.put(np.zeros(heap_bytes, np.uint8)) for _ in range(ranks)]
+        self.heaps = [np.zeros(heap_bytes, np.uint8) for _ in range(ranks)]
+        self.records = [np.zeros(RECORD_BYTES, np.uint8) for _ in range(ranks)]
+        heaps = [self.put(heap) for heap in self.heaps]
         self.tables = []
         for rank in range(ranks):
             table = np.zeros(num_words(ranks, False), np.uint32)
             table[RANK_WORD] = rank
-            addresses = {RECORD_WORD: self.put(np.zeros(RECORD_BYTES, np.uint8))}
+            addresses = {RECORD_WORD: self.put(self.records[rank])}
             addresses |= {BASES_WORD + 2 * peer: heaps[peer] for peer in range(ranks)}
             for word, address in addresses.items():
                 table[word], table[word + 1] = address & 0xFFFFFFFF, address >> 32

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qwenjax_kernels.heap_layout import HeapLayout
+from qwenjax_kernels.heap_layout import TIMED_OUT, HeapLayout
 from tests.kernels.compiling import compile_case
+from tests.kernels.ptx_emulator import EmulationError
 from tests.kernels.ptx_ranks import EmulatedRanks
 
 COMPILE = Path(__file__).with_name("compile_all_reduce.py")
@@ -66,3 +67,13 @@ def test_sums_of_ranks_are_those_of_float32(algorithm: str, tokens: int, feature
             for found in normed:
                 # Rounded twice to bf16; where the norm lies between two of its values, either.
                 np.testing.assert_allclose(found.astype(np.float64), scaled * weight.astype(np.float64), rtol=2.0**-6)
+
+
+def test_a_kernel_traps_only_once_its_failure_record_and_the_peers_abort_words_are_written() -> None:
+    _, ptx = compile_case(COMPILE.with_name("compile_failing_waits.py"), 64, "sm_90a")
+    for seed in range(10):
+        ranks = EmulatedRanks(2, HeapLayout.inboxes)
+        with pytest.raises(EmulationError, match="the kernel gave up"):
+            ranks.launch(ptx, 1, [[ranks.tables[0]]], seed)
+        assert ranks.records[0].view(np.uint32)[:3].tolist() == [TIMED_OUT, 1, 1]  # for rank 1, in collective 1
+        assert [heap.view(np.uint32)[HeapLayout.abort // 4] for heap in ranks.heaps] == [1, 1]
