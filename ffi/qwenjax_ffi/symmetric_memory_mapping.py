@@ -28,6 +28,11 @@ _IMEX = (
     "; the ranks span hosts, and memory between hosts needs fabric handles: NVLink across them, a running "
     "nvidia-imex service and an IMEX channel (/dev/nvidia-caps-imex-channels) that this process may open"
 )
+_NO_MULTICAST = f"; {MULTICAST_VARIABLE}=1 asks for it: unset it in every process, and all runs without multicast"
+
+
+def _hint(kind: HandleKind) -> str:
+    return _IMEX if kind == "fabric" else ""
 
 
 def multicast_wanted() -> bool:
@@ -36,6 +41,17 @@ def multicast_wanted() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{MULTICAST_VARIABLE} is {text!r}; it is 1 (use NVLink multicast where there is) or 0")
     return text == "1"
+
+
+@contextlib.contextmanager
+def _asking(
+    what: str, hint: str = "", failure: type[SymmetricMemoryError] = SymmetricMemoryUnavailable
+) -> Iterator[None]:
+    """Makes the driver's refusal an error that says for what it was asked."""
+    try:
+        yield
+    except DriverError as error:
+        raise failure(f"{what}: {error}{hint}") from error
 
 
 class MappedMemory:
@@ -114,7 +130,7 @@ class MappedMemory:
     def _unable(self, kind: HandleKind) -> str | None:
         for device in self.local.values():
             if not self.driver.can_share(device, kind):
-                return f"device {device} makes no {kind} handles{_IMEX if kind == 'fabric' else ''}"
+                return f"device {device} makes no {kind} handles{_hint(kind)}"
             for peer in self.local.values():
                 if not self.driver.can_reach(device, peer):
                     return f"device {device} cannot map the memory of device {peer} (no NVLink and no PCIe peer access)"
@@ -123,9 +139,11 @@ class MappedMemory:
     def _whole(self, num_bytes: int, kind: HandleKind, multicast: bool) -> int:
         """num_bytes up to a multiple of what every device, here and elsewhere, allocates in."""
         with self.rendezvous.phase("size"):
-            unit = max(self.driver.granularity(device, kind) for device in self.local.values())
+            with _asking(f"the granularity of memory on devices {sorted(self.local.values())}", _hint(kind)):
+                unit = max(self.driver.granularity(device, kind) for device in self.local.values())
             if multicast:
-                unit = max(unit, self.driver.multicast_granularity(num_bytes, self.ranks, kind))
+                with self._asking_for_multicast():
+                    unit = max(unit, self.driver.multicast_granularity(num_bytes, self.ranks, kind))
             unit = max(self.rendezvous.gather("size", unit))
         return -(-num_bytes // unit) * unit
 
@@ -133,19 +151,22 @@ class MappedMemory:
         with contextlib.ExitStack() as serving:
             with self.rendezvous.phase("handles"):
                 for rank, device in self.local.items():
-                    self._handles[rank] = self._create(device, kind)
-                    self._map(rank, self._handles[rank])
-                    self.driver.zero(self.bases[rank], self.num_bytes, device)
-                    self.records[rank] = self.driver.host_allocate(RECORD_BYTES)
+                    with _asking(f"{self._name}: device {device}", failure=SymmetricMemoryError):
+                        self._handles[rank] = self._create(device, kind)
+                        self._map(rank, self._handles[rank], kind)
+                        self.driver.zero(self.bases[rank], self.num_bytes, device)
+                        self.records[rank] = self.driver.host_allocate(RECORD_BYTES)
                     self._later(self.driver.host_free, self.records[rank])
                 alone = self.rendezvous.processes == 1
-                shared = None if alone else self._share(self._handles, kind, serving)
+                with _asking(f"sharing the memory of ranks {sorted(self.local)}", _hint(kind)):
+                    shared = None if alone else self._share(self._handles, kind, serving)
                 found = self.rendezvous.gather("handles", shared)
             with self.rendezvous.phase("mapped"):
                 for process, theirs in enumerate(found):
                     if process != self.rendezvous.process:
-                        for rank, handle in self._receive(theirs, process, kind):
-                            self._map(rank, handle)
+                        with _asking(f"the memory of ranks {theirs['ranks']}, process {process}", _hint(kind)):
+                            for rank, handle in self._receive(theirs, kind):
+                                self._map(rank, handle, kind)
                 # Others may still need the descriptors, and no one may write before all have zeroed.
                 self.rendezvous.gather("mapped", True)
 
@@ -153,7 +174,7 @@ class MappedMemory:
         """One object over all ranks' devices, made by the process of rank 0; every rank binds its memory to it."""
         maker = self._process_of[0]
         with contextlib.ExitStack() as serving:
-            with self.rendezvous.phase("multicast object"):
+            with self.rendezvous.phase("multicast object"), self._asking_for_multicast():
                 shared = None
                 if maker == self.rendezvous.process:
                     multicast = self.driver.multicast_create(self.num_bytes, self.ranks, kind)
@@ -161,13 +182,13 @@ class MappedMemory:
                     if self.rendezvous.processes > 1:
                         shared = self._share({0: multicast}, kind, serving)
                 found = self.rendezvous.gather("multicast object", shared)
-            with self.rendezvous.phase("multicast devices"):
+            with self.rendezvous.phase("multicast devices"), self._asking_for_multicast():
                 if maker != self.rendezvous.process:
-                    ((_, multicast),) = self._receive(found[maker], maker, kind)
+                    ((_, multicast),) = self._receive(found[maker], kind)
                 for device in self.local.values():
                     self.driver.multicast_add(multicast, device)
                 self.rendezvous.gather("multicast devices", True)  # no one may bind before all devices are in it
-        with self.rendezvous.phase("multicast bound"):
+        with self.rendezvous.phase("multicast bound"), self._asking_for_multicast():
             for rank, device in self.local.items():
                 self.driver.multicast_bind(multicast, self._handles[rank], self.num_bytes)
                 self._later(self.driver.multicast_unbind, multicast, device, self.num_bytes)
@@ -187,7 +208,7 @@ class MappedMemory:
                     "free outside XLA's pool. XLA takes XLA_PYTHON_CLIENT_MEM_FRACTION of the memory (now "
                     f"{os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.75, the default')}): set it lower"
                 ) from error
-            raise SymmetricMemoryUnavailable(f"device {device}: {error}{_IMEX if kind == 'fabric' else ''}") from error
+            raise SymmetricMemoryUnavailable(f"device {device}: {error}{_hint(kind)}") from error
         self._later(self.driver.release, handle)
         return handle
 
@@ -199,33 +220,25 @@ class MappedMemory:
         server = serving.enter_context(DescriptorServer(exported))  # type: ignore[arg-type]
         return {"ranks": list(handles), "server": server.address}
 
-    def _receive(self, shared: dict[str, Any], process: int, kind: HandleKind) -> Iterator[tuple[int, Any]]:
-        """The ranks and imported handles of another process."""
+    def _receive(self, shared: dict[str, Any], kind: HandleKind) -> Iterator[tuple[int, Any]]:
+        """The ranks and imported handles of another process, which shares them so."""
         descriptors: list[int] = []
         try:
             if kind == "posix":
                 descriptors = receive_descriptors(shared["server"], self.rendezvous.seconds)
             values: list[int | bytes] = [*descriptors] or [bytes.fromhex(text) for text in shared["fabric"]]
             for rank, value in zip(shared["ranks"], values, strict=True):
-                try:
-                    handle = self.driver.import_handle(value, kind)
-                except DriverError as error:
-                    raise SymmetricMemoryUnavailable(
-                        f"the memory of rank {rank}, process {process}: {error}"
-                    ) from error
+                handle = self.driver.import_handle(value, kind)
                 self._later(self.driver.release, handle)
                 yield rank, handle
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _map(self, rank: int, handle: Any) -> None:
-        try:
-            address = self.driver.map(handle, self.num_bytes, list(self.local.values()))
-        except DriverError as error:
-            raise SymmetricMemoryUnavailable(
-                f"devices {sorted(self.local.values())} cannot map the memory of rank {rank}: {error}"
-            ) from error
+    def _map(self, rank: int, handle: Any, kind: HandleKind) -> None:
+        devices = list(self.local.values())
+        with _asking(f"devices {sorted(devices)} cannot map the memory of rank {rank}", _hint(kind)):
+            address = self.driver.map(handle, self.num_bytes, devices)
         self._later(self.driver.unmap, address, self.num_bytes)
         self.bases[rank] = address
 
@@ -239,6 +252,9 @@ class MappedMemory:
                 logger.warning("%s: while freeing: %s", self._name, error)
 
         self._undo.callback(step)
+
+    def _asking_for_multicast(self) -> contextlib.AbstractContextManager[None]:
+        return _asking(f"{self._name}: NVLink multicast", _NO_MULTICAST, SymmetricMemoryError)
 
     @property
     def _name(self) -> str:

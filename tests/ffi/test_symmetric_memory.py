@@ -97,8 +97,11 @@ def test_nothing_is_left_behind_where_a_driver_call_fails(call: str, monkeypatch
     if call in ("export", "import_handle"):
         map_alone(driver).close()  # one process shares no handle
     else:
-        with pytest.raises(RuntimeError, match="CUDA_ERROR_UNKNOWN"):
+        with pytest.raises(SymmetricMemoryError, match="CUDA_ERROR_UNKNOWN") as raised:
             map_alone(driver)
+        assert ("QWENJAX_MULTICAST=1 asks for it: unset it" in str(raised.value)) == (call in MULTICAST_FAILING)
+        falls_back = isinstance(raised.value, SymmetricMemoryUnavailable)
+        assert falls_back == (call in ("granularity", "create", "map"))
     assert driver.live == []
 
 
@@ -144,8 +147,9 @@ def test_processes_of_different_hosts_share_fabric_handles(tmp_path: Path) -> No
     assert run_processes(tmp_path, [{"host": "a"}, {"host": "b"}]) == ["ok; live: []"] * 2
 
 
-def test_refused_fabric_handles_name_what_is_missing(tmp_path: Path) -> None:
-    refused = {"create": "CUDA_ERROR_NOT_PERMITTED"}
+@pytest.mark.parametrize("call", ["create", "granularity", "map", "export", "import_handle"])
+def test_refused_fabric_handles_name_what_is_missing(call: str, tmp_path: Path) -> None:
+    refused = {call: "CUDA_ERROR_NOT_PERMITTED"}
     printed = run_processes(tmp_path, [{"host": "a", "fails": refused}, {"host": "b", "fails": refused}])
     for text in printed:
         assert text.startswith("SymmetricMemoryUnavailable")
@@ -162,6 +166,16 @@ def test_a_process_that_fails_fails_the_others_at_once_with_its_reason(tmp_path:
     assert ok.startswith("PeerError: heap: process 1 failed in 'handles': heap: no room for")
     assert ok.endswith("live: []")
     assert time.monotonic() - began < 40
+
+
+def test_where_multicast_is_refused_to_one_process_all_say_how_to_do_without(tmp_path: Path) -> None:
+    refused = {"fails": {"multicast_add": "CUDA_ERROR_NOT_PERMITTED"}}
+    ok, failed = run_processes(tmp_path, [{"multicast": True}, {"multicast": True} | refused])
+    assert ok.startswith("PeerError: heap: process 1 failed in 'multicast devices': heap: NVLink multicast")
+    assert failed.startswith("SymmetricMemoryError: heap: NVLink multicast: multicast_add answered CUDA_ERROR_NOT_PERM")
+    for text in (ok, failed):
+        assert "QWENJAX_MULTICAST=1 asks for it: unset it in every process" in text
+        assert text.endswith("live: []")
 
 
 def test_a_process_that_dies_gives_the_others_an_error_in_time(tmp_path: Path) -> None:
