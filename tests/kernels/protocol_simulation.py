@@ -24,7 +24,7 @@ Ready = Callable[[], bool]
 
 
 class ProtocolError(AssertionError):
-    """A race, a word overwritten before it was read, a wrong sum or a deadlock."""
+    """A race, a word overwritten before it was read, a wrong sum, a tile collected twice or never, or a deadlock."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,22 @@ class Simulation:
         self.signals: dict[Key, tuple[int, Clock]] = {}
         self.arrivals = [0] * ranks
         self.rank_clock = [[0] * self.size for _ in range(ranks)]
+        self.tiles: list[tuple[int, int, int]] = []  # collected: call, by whom, which
 
     def run(self) -> None:
         """Runs all calls to their end. Raises ProtocolError."""
+        self.run_calls()
+        due = [
+            (number, rank, tile)
+            for number, call in enumerate(self.calls)
+            if isinstance(call, Call)
+            for rank in range(self.ranks)
+            for tile in range(call.tiles)
+        ]
+        if sorted(self.tiles) != due:
+            raise ProtocolError("a tile was collected twice, or never")
+
+    def run_calls(self) -> None:
         next_call = [0] * self.ranks
         live: dict[int, list[tuple[Iterator[Ready | None], Thread]]] = {rank: [] for rank in range(self.ranks)}
         waiting: dict[int, Ready] = {}
@@ -194,6 +207,7 @@ class Simulation:
         for part in range(self.ranks):
             self.check(self.read(("results", rank, *place, part), thread), rank, number, tile, part)
             yield None
+        self.tiles.append((number, rank, tile))
 
     def push(self, rank: int, number: int, tile: int, epoch: int, thread: Thread) -> Iterator[None]:
         for step in range(1, self.ranks + 1):
@@ -214,6 +228,7 @@ class Simulation:
             thread.join_at_end(cell.carried)
             yield None
         self.check(total, rank, number, tile, 0)
+        self.tiles.append((number, rank, tile))
 
     def signal(self, rank: int, block: int, value: int, thread: Thread) -> Iterator[None]:
         for peer in range(self.ranks):

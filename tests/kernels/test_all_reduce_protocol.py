@@ -58,6 +58,7 @@ def in_order(*actions: str) -> Any:
 
 
 MIXED, ONE_SHOT, TWO_SHOT = ("one_shot", "two_shot"), ("one_shot",), ("two_shot",)
+MULTICAST = ("multicast",)
 BUGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "the fence before a signal dropped": (TWO_SHOT, {"release": False}),
     "the acquire of a wait dropped": (TWO_SHOT, {"acquire": False}),
@@ -77,7 +78,12 @@ BUGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "tiles collected a turn earlier": (TWO_SHOT, {"protocol": with_lag("collect", 1)}),
     "tiles collected two turns later": (TWO_SHOT, {"protocol": with_lag("collect", 4)}),
     "tiles reduced a turn later": (TWO_SHOT, {"protocol": with_lag("reduce", 2)}),
+    "tiles never collected": (TWO_SHOT, {"protocol": in_order("stage", "wait", "reduce")}),
+    "tiles never collected by one-shot": (ONE_SHOT, {"protocol": changed(ONE_SHOT=("push",))}),
+    "a turn too few": (TWO_SHOT, {"protocol": changed(LAST_LAG=all_reduce_protocol.LAST_LAG - 1)}),
 }
+# The same steps, but for where tiles are staged.
+BUGS |= {f"{bug}, through the switch": (MULTICAST, b) for bug, (of, b) in BUGS.items() if of is TWO_SHOT}
 
 
 @pytest.mark.parametrize("bug", BUGS)
