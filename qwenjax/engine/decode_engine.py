@@ -145,8 +145,15 @@ class DecodeEngine(Engine):
         numbers = job.pages[job.num_cached // self.config.page_size :]
         if arrived.num_pages > len(numbers):
             raise ValueError(f"request {request_id!r}: {arrived.num_pages} pages arrived for {len(numbers)}")
-        if arrived.hidden is None and self._slots.head is not None:
-            raise ValueError(f"request {request_id!r}: no hidden state arrived for the multi-token-prediction head")
+        if not 0 <= arrived.token < self.model.config.vocab_size:
+            raise ValueError(f"request {request_id!r}: token {arrived.token} arrived")
+        if sequence.output.logprobs is not None and arrived.token not in (arrived.logprobs or ()):
+            raise ValueError(f"request {request_id!r}: no log-probability of token {arrived.token} arrived")
+        if self._slots.head is not None and np.shape(arrived.hidden) != (self.model.config.hidden_size,):
+            raise ValueError(
+                f"request {request_id!r}: a hidden state {np.shape(arrived.hidden)} arrived for the "
+                f"multi-token-prediction head, which takes {self.model.config.hidden_size}"
+            )
         sequence.append(arrived.token, None)
         if sequence.output.finished:
             raise ValueError(f"request {request_id!r} ended with its first token: there is nothing to decode")

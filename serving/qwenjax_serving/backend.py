@@ -45,6 +45,11 @@ class Backend(Protocol):
     @property
     def model(self) -> ServedModel: ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the backend, if anything did: nothing can run any more."""
+        ...
+
     async def generate(
         self,
         request_id: str,

@@ -24,6 +24,10 @@ class EngineBackend:
         self._room = engine.ranks * engine.config.max_num_seqs + max_queue
         self._sequences: dict[str, int] = {}  # of each request that is not finished
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
     async def generate(
         self,
         request_id: str,
@@ -62,7 +66,7 @@ class EngineBackend:
         return {"0": self._engine.stats()}
 
     def healthy(self) -> bool:
-        return self._engine.failure is None
+        return self.failure is None
 
     async def aclose(self) -> None:
         await self._engine.aclose()

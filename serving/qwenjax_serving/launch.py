@@ -103,6 +103,8 @@ async def _serve(
         await asyncio.wait([ready] if watch is None else [ready, watch], return_when=asyncio.FIRST_COMPLETED)
         if watch is not None and watch.done():
             watch.result()
+        if watch is not None:
+            backend.fail_with(watch)
         backend.model = ServedModel(
             tuple(arguments.served_model_name or [arguments.model]),
             Tokenizer.from_folder(folder),

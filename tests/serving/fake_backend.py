@@ -45,6 +45,7 @@ class FakeBackend:
     cached: int = 0
     max_model_len: int = 64
     well: bool = True
+    failure: Exception | None = None
     asked: list[Asked] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,10 @@ import zmq
 from qwenjax import LLM, RequestOutput
 from qwenjax_serving.backend import BackendError
 from qwenjax_serving.metrics import EngineCollector
-from qwenjax_serving.protocol.messages import VERSION, Ping
+from qwenjax_serving.protocol.messages import VERSION, Admit, Grown, Handover, Ping, Prefilled, Taken, ToRouter
 from qwenjax_serving.protocol.sockets import WorkerSocket
 from qwenjax_serving.router.metrics import RouterCollector
+from qwenjax_serving.router.router import Output
 from tests.generation import greedy, random_ids
 from tests.serving.cluster import SECRET, Cluster, cluster
 from tests.serving.test_disaggregated import CONFIG, assert_equal, check_equal, mixed
@@ -57,23 +59,40 @@ def bring_back(made: Cluster, *names: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["prefilling", "moving"])
-def test_a_prefill_worker_killed_with_a_prompt_is_replaced(two_of_each: Cluster, head_llm: LLM, state: str) -> None:
+def test_a_prefill_worker_killed_with_a_prompt_is_replaced(
+    two_of_each: Cluster, head_llm: LLM, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
     requests = [(random_ids(100, place), greedy(10)) for place in range(8)]
+    router, kept, killed = two_of_each.backend.router, list[tuple[bytes, ToRouter, float]](), list[Output]()
+    receive = router.receive
+
+    def keep_what_was_read(sender: bytes, message: ToRouter, now: float) -> None:
+        """Until the worker is dead, so that pages are still under way for the router."""
+        if isinstance(message, Taken) and not killed:
+            kept.append((sender, message, now))
+        else:
+            receive(sender, message, now)
+
+    monkeypatch.setattr(router, "receive", keep_what_was_read)
 
     async def whole() -> tuple[str, list[RequestOutput]]:
         tasks = [asyncio.create_task(two_of_each.generate(f"{i}", *request)) for i, request in enumerate(requests)]
         while True:
             await asyncio.sleep(0)
-            for output in two_of_each.backend.router._tickets.values():
+            for output in router._tickets.values():
                 if output.state == state and output.prefill is not None:
+                    killed.append(output)
                     name = output.prefill.hello.name
                     kill(two_of_each, name)
+                    for each in kept:
+                        if router._tickets.get(each[1].ticket) is not output:  # type: ignore[union-attr]
+                            receive(*each)
                     return name, await asyncio.gather(*tasks)
 
     name, results = two_of_each.run(whole())
     for got, (prompt, params) in zip(results, requests, strict=True):
         assert_equal(got, head_llm.generate([prompt], params)[0])
-    assert two_of_each.backend.router.num_retries > 0
+    assert [output.attempts for output in killed] == [1]
     bring_back(two_of_each, name)
 
 
@@ -177,6 +196,35 @@ def test_corrupt_messages_between_good_ones_change_nothing(
     refused = [record.getMessage() for record in caplog.records if "refused a message from b'noise'" in record.message]
     assert len(refused) > 10
     assert any("version 7" in line for line in refused)
+
+
+def test_well_formed_nonsense_between_router_and_workers_costs_a_try_and_no_more(
+    two_of_each: Cluster, head_llm: LLM
+) -> None:
+    (prompt, params), backend = (random_ids(100, 5), greedy(10)), two_of_each.backend
+    retries, told = backend.router.num_retries, list[int]()
+
+    async def whole() -> RequestOutput:
+        running = asyncio.create_task(two_of_each.generate("a", prompt, params))
+        while not running.done():
+            await asyncio.sleep(0)
+            for ticket, output in list(backend.router._tickets.items()):
+                if output.state == "prefilling" and ticket not in told and len(told) < 2:
+                    told.append(ticket)
+                    assert output.prefill is not None
+                    assert output.decode is not None
+                    grown = Grown(0, (5,), "", None, None, None, None)
+                    if len(told) == 1:
+                        said = Prefilled(ticket, grown, 0, None, None, 0)
+                        backend.router.receive(output.prefill.identity, said, time.monotonic())
+                    else:
+                        backend._socket.send(output.decode.identity, Admit(ticket, grown, Handover(5, b"odd")))
+        return await running
+
+    assert_equal(two_of_each.run(whole()), head_llm.generate([prompt], params)[0])
+    assert backend.router.num_retries == retries + 2
+    assert len(two_of_each.workers) == 4
+    two_of_each.wait_until_idle(5)
 
 
 def resources(made: Cluster) -> dict[str, int]:

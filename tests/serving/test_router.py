@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from qwenjax.outputs import EngineStats, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
+from qwenjax_serving.metrics import EngineCollector
 from qwenjax_serving.protocol.messages import (
+    READ_TIMES,
     Admit,
     Failed,
     Full,
@@ -43,11 +45,13 @@ from qwenjax_serving.protocol.messages import (
     Work,
 )
 from qwenjax_serving.router.fleet import choose, prefix_keys
+from qwenjax_serving.router.metrics import RouterCollector
 from qwenjax_serving.router.router import Output, Router, RouterSettings
 from qwenjax_serving.transfer.staging import StagingLayout
+from tests.serving.any_message import messages
 
 STATS = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, (8,), 8, (0,), SpeculationStats.of(0))
-STATUS = Status(STATS, 2, 0, 0.0, (), 8, 0, 0, 0)
+STATUS = Status(STATS, 2, 0, 0.0, (0,) * (len(READ_TIMES) + 1), 8, 0, 0, 0)
 LENGTH = 3  # tokens of an output
 
 
@@ -238,6 +242,80 @@ def test_every_output_ends_once_whatever_happens(seed: int, num_outputs: int) ->
         assert world.tokens(place) == expected[: len(world.tokens(place))]
         if ends and not isinstance(ends[0], str):
             assert world.tokens(place) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_well_formed_messages_that_make_no_sense_hurt_no_more_than_the_outputs_they_are_about(
+    data: st.DataObject,
+) -> None:
+    world, _, _ = two_of_each()
+    collectors = RouterCollector(world.router), EngineCollector("model", lambda: stats_of(world.router))
+    for place in range(3):
+        world.submit(10 + place)
+    for _ in range(data.draw(st.integers(1, 8))):
+        for worker in world.busy()[: data.draw(st.integers(0, 3))]:
+            world.step(worker)
+        sender = data.draw(st.sampled_from(list(world.workers.values())))
+        world.say(sender, data.draw(messages(ToRouter, tickets=(1, 2, 3, 4))))
+        world.router.tick(world.now)
+        for collector in collectors:
+            list(collector.collect())
+    for worker in world.workers.values():
+        worker.alive = False
+    world.tick(4)
+    world.join(Played("prefill", "p"), Played("decode", "d", slots=4))
+    world.submit(20)
+    world.settle()
+    assert world.tokens(3) == [20, 7, 8]
+    for result in world.results:
+        ends = [each for each in result if isinstance(each, str) or (isinstance(each, Grown) and each.finish_reason)]
+        assert len(ends) == 1
+        assert ends[0] is result[-1]
+
+
+def stats_of(router: Router) -> dict[str, EngineStats]:
+    workers = router.workers.values()
+    return {worker.hello.name: worker.status.stats for worker in workers if worker.status is not None}
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "why"),
+    [
+        ("prefill", Prefilled(1, grown(0, 5), 2, None, None, 0), "has offered 2 parts, of which 0 came"),
+        ("prefill", Prefilled(1, grown(0, 5), 0, None, None, 0), "hands over what has ended, or does not where it"),
+        ("prefill", Prefilled(1, grown(0, 5), 0, Handover(6, b""), None, 0), "hands over token 6 after it drew 5"),
+        ("prefill", Prefilled(1, grown(0, 5, 6), 0, Handover(5, b""), None, 0), "has drawn 2 tokens from 0 on"),
+        ("prefill", Offer(1, "p", 1, 0, 1, 0, 2, (0,), 0), "offers part 1 after 0 parts"),
+        ("decode", Taken(1, 0, 1), "has read part 0, of 0 offered"),
+        ("decode", Reserved(1, 0), "said Reserved while the output was prefilling"),
+        ("decode", Prefilled(1, grown(0, 5), 0, Handover(5, b""), None, 0), "said Prefilled while the output was"),
+    ],
+)
+def test_a_worker_that_says_what_cannot_be_does_not_keep_the_output(
+    role: str, message: ToRouter, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, _, _ = two_of_each()
+    output = world.submit(5)
+    while output.state != "prefilling":
+        world.step(world.busy()[0])
+    worker = getattr(output, role)
+    world.say(world.workers[worker.identity], message)
+    assert why in caplog.text
+    world.settle()
+    assert world.tokens(0) == [5, 7, 8]
+    assert world.router.num_retries == 1
+
+
+def test_tokens_told_twice_end_their_output_with_an_error() -> None:
+    world, _, _ = two_of_each()
+    output = world.submit(5)
+    while output.state != "decoding":
+        world.step(world.busy()[0])
+    assert output.decode is not None
+    world.say(world.workers[output.decode.identity], Tokens(((output.ticket, grown(0, 5, 7)),)))
+    assert world.tokens(0) == [5]
+    assert "a second time" in str(world.results[0][-1])
 
 
 def test_a_prefill_worker_that_dies_is_replaced_by_the_other() -> None:

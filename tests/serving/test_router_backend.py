@@ -73,7 +73,7 @@ class Played:
                         logprobs = None if work.params.logprobs is None else (LOGPROB,)
                         grown = Grown(0, (100 + work.index,), "a", logprobs, -0.5 if logprobs else None, None, None)
                         table = None if work.params.prompt_logprobs is None else (None, LOGPROB)
-                        self.socket.send(Prefilled(ticket, grown, 0, Handover(100, b""), table, 3))
+                        self.socket.send(Prefilled(ticket, grown, 0, Handover(100 + work.index, b""), table, 3))
                 case Admit(ticket=ticket):
                     work = self.works[ticket]
                     for place in range(1, work.params.max_tokens or 0):
@@ -225,6 +225,21 @@ def test_a_failure_of_the_router_ends_all_requests(folder: Path, monkeypatch: py
         assert not backend.healthy()
         with pytest.raises(BackendError, match="the router failed: as if by mistake"):
             await collect(backend, greedy(4), "b")
+
+    run(test, folder)
+
+
+def test_an_error_of_who_starts_the_workers_is_the_backend_s(folder: Path) -> None:
+    async def test(backend: RouterBackend, prefill: Played, decode: Played) -> None:
+        async def supervise() -> None:
+            raise ChildProcessError("prefill-0 does not start")
+
+        backend.fail_with(asyncio.create_task(supervise()))
+        while backend.failure is None:
+            await asyncio.sleep(0.01)
+        assert not backend.healthy()
+        with pytest.raises(BackendError, match="prefill-0 does not start"):
+            await backend.wait_for(["there is none"])
 
     run(test, folder)
 

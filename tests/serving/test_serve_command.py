@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import http.client
 import json
 import os
@@ -23,8 +25,11 @@ import pytest
 from qwenjax import LLM
 from qwenjax_serving import cli
 from qwenjax_serving.api.server import bind
+from qwenjax_serving.backend import BackendError
+from qwenjax_serving.commands import serve
 from tests.conftest import FAKE_CPU_DEVICES
 from tests.generation import greedy, random_ids, small_llm, write_folder
+from tests.serving.fake_backend import FakeBackend
 
 openai = pytest.importorskip("openai")
 
@@ -236,6 +241,7 @@ def test_sigterm_lets_streams_finish_and_ends_with_status_0(
 SLOW = """
 import argparse, asyncio
 from qwenjax_serving.api.server import bind
+from qwenjax_serving.backend import BackendError
 from qwenjax_serving.commands import serve
 from tests.serving.fake_backend import FakeBackend
 
@@ -263,6 +269,30 @@ def test_a_stream_beyond_the_grace_is_cut_and_the_status_is_0() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_server_whose_backend_has_failed_ends() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_http_arguments(parser)
+
+    async def whole() -> None:
+        backend = FakeBackend()
+        asyncio.get_running_loop().call_later(0.1, setattr, backend, "failure", OSError("as if by mistake"))
+        await serve.serve_backend(parser.parse_args(["--grace", "1"]), backend, bound)
+
+    with bind("127.0.0.1", 0) as bound, pytest.raises(BackendError, match="can run any more: as if by mistake"):
+        asyncio.run(asyncio.wait_for(whole(), 20))
+
+
+def test_a_failed_backend_is_one_line_and_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise BackendError("as if by mistake")
+
+    monkeypatch.setattr(serve, "_run", fail)
+    assert cli.main(["serve", "model"]) == 1
+    assert capsys.readouterr().err == "qwenjax serve: error: as if by mistake\n"
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,19 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from qwenjax.checkpoint.load import with_mxfp8
 from qwenjax.config import ModelConfig
+from qwenjax.kv_transfer import KVLayout
 from qwenjax.mesh import make_mesh
 from qwenjax.model import abstract_model
 from qwenjax.outputs import RequestOutput
@@ -40,9 +43,11 @@ from qwenjax_serving.protocol.messages import (
     Reserved,
     Status,
     Stop,
+    ToWorker,
     Work,
 )
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
+from qwenjax_serving.transfer.staging import StagingBuffer
 from qwenjax_serving.workers import follower as follower_module
 from qwenjax_serving.workers import peers as peers_module
 from qwenjax_serving.workers import process
@@ -52,6 +57,7 @@ from qwenjax_serving.workers.follower import Follower
 from qwenjax_serving.workers.peers import Peers
 from qwenjax_serving.workers.prefill import PrefillWorker
 from tests.helpers import tiny
+from tests.serving.any_message import messages
 
 WORK = Work((1, 2, 3), SamplingParams(max_tokens=2), 0, None)
 
@@ -64,9 +70,19 @@ class PlayedEngine:
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(page_size=4)
+        self.model = SimpleNamespace(dtype=np.float32)
+        self.handovers: dict[str, Any] = {}
         self.reserved: set[str] = set()
 
-    def reserve(self, request_id: str, *_: Any) -> int:
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not prompt_token_ids:
+            raise ValueError("empty")
+
+    def add_prompt(self, *_: Any) -> None:
+        raise ValueError("not of this size")
+
+    def reserve(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *_: Any) -> int:
+        self.check(prompt_token_ids, params)
         self.reserved.add(request_id)
         return 0
 
@@ -206,6 +222,61 @@ def test_what_the_decode_engine_refuses_ends_alone_and_so_does_what_the_router_n
         assert worker.staging.num_free == 8 - 1
         assert not worker._ended.done()
         listening.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+class PlayedTransport:
+    """Reads nothing, and says so."""
+
+    failure: Exception | None = None
+
+    async def connect(self, metadata: bytes) -> str:
+        return "peer"
+
+    async def read(self, *_: Any) -> None:
+        raise TransferError("there is nothing")
+
+    def names_of(self, metadata: Any) -> list[str]:
+        return []
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(told=st.lists(messages(ToWorker, tickets=(1, 2)), max_size=8))
+def test_well_formed_messages_that_make_no_sense_end_no_worker(
+    monkeypatch: pytest.MonkeyPatch, told: list[ToWorker]
+) -> None:
+    monkeypatch.setattr("qwenjax_serving.workers.decode.ranks_by_process", lambda *_: {0: [0]})
+
+    async def test() -> None:
+        decode, prefill = (bare(kind, PlayedEngine(), PlayedSocket()) for kind in (DecodeWorker, PrefillWorker))
+        decode.staging = StagingBuffer(KVLayout(1, 4), 4, 2, np.float32, 8)
+        prefill._waiting, prefill._prefill_engine = deque(), prefill.engine
+        for worker in (decode, prefill):
+            worker.transport = PlayedTransport()
+            for message in told:
+                if not isinstance(message, Rejoin):
+                    await worker.handle(message)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not worker._ended.done()
+            await worker.drop_all()
+            assert not worker._ended.done()
+            assert worker.staging.num_free == 8
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_hidden_state_of_half_a_number_ends_its_output_alone() -> None:
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        await worker.handle(Reserve(7, WORK))
+        await asyncio.sleep(0.01)
+        await worker.handle(Admit(7, Grown(0, (5,), "", None, None, None, None), Handover(5, b"odd")))
+        while worker.num_held:
+            await asyncio.sleep(0.01)
+        assert "buffer size" in worker._socket.said[-1].reason
+        assert not worker._ended.done()
 
     asyncio.run(asyncio.wait_for(test(), 20))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,10 +36,17 @@ def url_of(bound: socket.socket) -> str:
 
 
 async def serve(
-    app: ASGIApp, bound: socket.socket, *, max_concurrent_requests: int, grace: int, on_ready: Callable[[], None]
+    app: ASGIApp,
+    bound: socket.socket,
+    *,
+    max_concurrent_requests: int,
+    grace: int,
+    on_ready: Callable[[], None],
+    until: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT. Then it accepts no more, gives what is running `grace` seconds to finish, cuts
-    what is left, and returns; a second signal cuts at once. on_ready: called once it listens."""
+    """Serves until SIGTERM or SIGINT, or `until` returns. Then it accepts no more, gives what is running `grace`
+    seconds to finish, cuts what is left, and returns; a second signal cuts at once. on_ready: called once it listens.
+    """
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -48,7 +57,18 @@ async def serve(
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=grace,
     )
-    await _Server(config, on_ready).serve(sockets=[bound])
+    server = _Server(config, on_ready)
+
+    async def watch() -> None:
+        if until is not None:
+            await until
+            server.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        watching.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -23,11 +23,12 @@ from qwenjax.engine.engine import Engine
 from qwenjax.llm import default_sampling_params
 from qwenjax_serving.api.app import Settings, create_app
 from qwenjax_serving.api.server import bind, serve, url_of
-from qwenjax_serving.backend import Backend, ServedModel
+from qwenjax_serving.backend import Backend, BackendError, ServedModel
 from qwenjax_serving.commands.model_arguments import add_model_arguments
 from qwenjax_serving.engine_backend import EngineBackend
 
 _DEFAULT_QUEUE = 256
+_LOOK = 0.5  # seconds between two looks at whether the backend has failed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,9 +101,18 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C. Raises ValueError for bad input and OSError for an address, before it loads."""
+    """Serves until SIGTERM or Ctrl-C; status 1 where engine or router fail. Raises ValueError for bad input and OSError
+    for an address, before it loads."""
     check_http_arguments(arguments)
     check_deployment_arguments(arguments)
+    try:
+        return _run(arguments)
+    except BackendError as error:
+        print(f"qwenjax serve: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(format="qwenjax: %(levelname)s: %(message)s")
     logging.getLogger("qwenjax").setLevel(logging.INFO)  # a line every ten seconds while the engine is busy
     if not arguments.colocated:
@@ -131,7 +141,8 @@ async def _serve(arguments: argparse.Namespace, engine: Engine, model: ServedMod
 async def serve_backend(
     arguments: argparse.Namespace, backend: Backend, bound: socket.socket, collectors: Iterable[Collector] = ()
 ) -> None:
-    """Serves `backend` as add_http_arguments' options say, until SIGTERM or SIGINT, and closes it."""
+    """Serves `backend` as add_http_arguments' options say, until SIGTERM or SIGINT, and closes it. Raises BackendError
+    where the backend fails: who started the server is to start another."""
     settings = Settings(
         api_key=arguments.api_key,
         max_body_bytes=int(arguments.max_body_mib * 2**20),
@@ -141,6 +152,10 @@ async def serve_backend(
     def ready() -> None:
         print(f"qwenjax: serving {backend.model.names[0]} on {url_of(bound)}/v1", flush=True)
 
+    async def failure() -> None:
+        while backend.failure is None:
+            await asyncio.sleep(_LOOK)
+
     try:
         await serve(
             create_app(backend, settings, collectors),
@@ -148,9 +163,12 @@ async def serve_backend(
             max_concurrent_requests=settings.max_concurrent_requests,
             grace=arguments.grace,
             on_ready=ready,
+            until=failure(),
         )
     finally:
         await backend.aclose()
+    if backend.failure is not None:
+        raise BackendError(f"nothing can run any more: {backend.failure}") from backend.failure
     print("qwenjax: stopped", file=sys.stderr)
 
 

@@ -7,7 +7,7 @@ still say about it is passed over. All of a worker's messages are void until it 
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -18,8 +18,10 @@ from qwenjax_serving.transfer.staging import StagingLayout
 VERSION = 4  # of everything below; the first byte of every message
 
 Role = Literal["prefill", "decode"]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # tokens, pages, ids and numbers of them: engines have int32
 
 READ_TIMES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
+ReadTimes = Annotated[tuple[int, ...], msgspec.Meta(min_length=len(READ_TIMES) + 1, max_length=len(READ_TIMES) + 1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -37,8 +39,8 @@ class Hello(Message, frozen=True):
     number: int
     role: Role
     model: str
-    num_slots: int
-    max_model_len: int
+    num_slots: Count
+    max_model_len: Count
     staging: StagingLayout
     metadata: tuple[bytes, ...]
 
@@ -50,12 +52,12 @@ class Status(Message, frozen=True):
     something for; num_prefill_calls, num_decode_calls: of the engine so far."""
 
     stats: EngineStats
-    num_slots: int
+    num_slots: Count
     bytes_read: int
     read_seconds: float
-    read_times: tuple[int, ...]
-    staging_free: int
-    held: int
+    read_times: ReadTimes
+    staging_free: Count
+    held: Count
     num_prefill_calls: int
     num_decode_calls: int
 
@@ -97,9 +99,9 @@ class Source(Message, frozen=True):
 class Work(msgspec.Struct, frozen=True):
     """One output of a request. params: of that output alone (n is 1), with its seed; index: its place among the n."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[Count, ...]
     params: SamplingParams
-    index: int
+    index: Count
     cache_salt: str | None
 
 
@@ -114,7 +116,7 @@ class Reserved(Message, frozen=True):
     """The answer. num_cached: tokens of the prompt that it has, which need not be sent."""
 
     ticket: int
-    num_cached: int
+    num_cached: Count
 
 
 class Full(Message, frozen=True):
@@ -128,32 +130,32 @@ class Prefill(Message, frozen=True):
 
     ticket: int
     work: Work
-    num_cached: int
+    num_cached: Count
 
 
 class Offer(Message, frozen=True):
     """Pages that a prefill worker has staged, and the order to a decode worker to read them.
 
-    part: number of the offer, from 0. Tokens [start, stop) of planes [first_plane, end_plane) lie in `slots` of the
+    part: Count
     source's staging, of which the first holds positions from `first` on. source: the prefill worker's instance.
     """
 
     ticket: int
     source: str
-    part: int
-    start: int
-    stop: int
-    first_plane: int
-    end_plane: int
-    slots: tuple[int, ...]
-    first: int
+    part: Count
+    start: Count
+    stop: Count
+    first_plane: Count
+    end_plane: Count
+    slots: tuple[Count, ...]
+    first: Count
 
 
 class Taken(Message, frozen=True):
     """A decode worker has all bytes of an offer."""
 
     ticket: int
-    part: int
+    part: Count
     num_bytes: int
 
 
@@ -161,15 +163,15 @@ class Handover(msgspec.Struct, frozen=True):
     """What decoding goes on from, besides the pages. hidden: the model's last normalised hidden state, raw bytes of the
     model's dtype, for the multi-token-prediction head; empty without one."""
 
-    token: int
+    token: Count
     hidden: bytes
 
 
 class Grown(msgspec.Struct, frozen=True):
     """What an output has gained. start: tokens that it had before."""
 
-    start: int
-    token_ids: tuple[int, ...]
+    start: Count
+    token_ids: tuple[Count, ...]
     text: str
     logprobs: tuple[dict[int, Logprob], ...] | None
     cumulative_logprob: float | None
@@ -183,10 +185,10 @@ class Prefilled(Message, frozen=True):
 
     ticket: int
     grown: Grown
-    num_parts: int
+    num_parts: Count
     handover: Handover | None
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
-    num_cached_tokens: int
+    num_cached_tokens: Count
 
 
 class Admit(Message, frozen=True):

@@ -41,7 +41,7 @@ class RouterBackend:
         self._failure: BaseException | None = None
         self._tasks = [loop.create_task(self._listen()), loop.create_task(self._tick())]
         for task in self._tasks:
-            task.add_done_callback(self._task_done)
+            self.fail_with(task)
 
     @property
     def address(self) -> str:
@@ -53,10 +53,22 @@ class RouterBackend:
         return any(worker.hello.name == name for worker in self.router.workers.values())
 
     async def wait_for(self, names: Sequence[str] = ()) -> int:
-        """Waits for these workers, and one of either role. The tokens of the longest sequence that all of them take."""
+        """Waits for these workers, and one of either role. The tokens of the longest sequence that all of them take.
+        Raises BackendError where the router fails."""
         while not (self.router.ready and all(self.knows(name) for name in names)):
+            if self._failure is not None:
+                raise BackendError(f"the router failed: {self._failure}")
             await asyncio.sleep(0.05)
         return min(worker.hello.max_model_len for worker in self.router.workers.values())
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def fail_with(self, task: asyncio.Task[None]) -> None:
+        """Lets the error of a task without which no request can go on, or no worker be started again, be the backend's:
+        all requests end with it."""
+        task.add_done_callback(self._task_done)
 
     async def generate(
         self,
@@ -123,7 +135,7 @@ class RouterBackend:
         return {worker.hello.name: worker.status.stats for worker in workers if worker.status is not None}
 
     def healthy(self) -> bool:
-        return self.router.ready and not any(task.done() for task in self._tasks)
+        return self.router.ready and self._failure is None
 
     async def aclose(self) -> None:
         """Ends what runs."""
@@ -136,7 +148,6 @@ class RouterBackend:
         await self._socket.close()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
-        """Without either task no request can go on: all end with an error."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("the router failed: %s", error, exc_info=error)

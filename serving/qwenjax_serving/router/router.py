@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from qwenjax_serving.protocol.messages import (
@@ -33,6 +33,7 @@ from qwenjax_serving.protocol.messages import (
     Release,
     Reserve,
     Reserved,
+    Role,
     Source,
     Status,
     Taken,
@@ -84,7 +85,8 @@ class Output:
     decode: Worker | None = None
     deadline: float | None = None
     first: Prefilled | None = None
-    num_taken: int = 0
+    num_offered: int = 0  # parts of the prompt's pages
+    taken: set[int] = field(default_factory=set)  # those that have been read
     num_tokens: int = 0  # given to `grown`
     first_token: int | None = None
     scheduled: float | None = None  # when it was first given to a prefill worker
@@ -245,7 +247,7 @@ class Router:
             self.waiting.pop(0)
             self._num_tickets += 1
             output.ticket, output.prefill, output.decode = self._num_tickets, prefill, decode
-            output.first, output.num_taken = None, 0
+            output.first, output.num_offered, output.taken = None, 0, set()
             self._tickets[output.ticket] = output
             prefill.load += length
             decode.load += 1
@@ -267,12 +269,14 @@ class Router:
                 self._fail(output, message.reason)
             else:
                 self._retry(output, f"{worker.hello.role} worker {worker.hello.name}: {message.reason}")
-        elif isinstance(message, Full) and output.state == "reserving":
+        elif (misfit := _misfit(worker, output, message)) is not None:
+            self._retry(output, f"{worker.hello.role} worker {worker.hello.name} {misfit}")
+        elif isinstance(message, Full):
             self.num_full += 1
             self._let_go(output)
             decode.full = True
             self._wait(output)
-        elif isinstance(message, Reserved) and output.state == "reserving":
+        elif isinstance(message, Reserved):
             assert prefill is not None
             prefill.saw(output.keys)
             decode.saw(output.keys)
@@ -280,10 +284,11 @@ class Router:
             if output.scheduled is None:
                 output.scheduled = now
             self._send(prefill.identity, Prefill(output.ticket, output.work, message.num_cached))
-        elif isinstance(message, Offer) and output.state == "prefilling":
+        elif isinstance(message, Offer):
+            output.num_offered += 1
             output.deadline = now + self.settings.progress_timeout
             self._send(decode.identity, message)
-        elif isinstance(message, Prefilled) and output.state == "prefilling":
+        elif isinstance(message, Prefilled):
             assert prefill is not None
             prefill.load -= len(output.work.prompt_token_ids)
             self._enter(output, "moving", now + self.settings.transfer_timeout)
@@ -293,16 +298,16 @@ class Router:
             self._grow(output, message.grown)
             self._admit_if_all_there(output, now)
         elif isinstance(message, Taken):
-            output.num_taken += 1
+            output.taken.add(message.part)
             self._admit_if_all_there(output, now)
 
     def _admit_if_all_there(self, output: Output, now: float) -> None:
         first = output.first
-        if output.state != "moving" or first is None or output.num_taken < first.num_parts:
+        if output.state != "moving" or first is None or len(output.taken) < output.num_offered:
             return
         assert output.prefill is not None
         assert output.decode is not None
-        assert first.handover is not None
+        assert first.handover is not None  # or the output has ended
         # Up to here the source kept the pages as they were: what was read is what was offered.
         self._send(output.prefill.identity, Release(output.ticket))
         output.prefill = None
@@ -312,6 +317,12 @@ class Router:
     def _grow(self, output: Output, grown: Grown) -> None:
         if grown.start > output.num_tokens:
             self._fail(output, f"tokens {output.num_tokens} to {grown.start} were lost between worker and router")
+            return
+        if grown.start < output.num_tokens and output.state == "decoding":
+            self._fail(output, f"a worker told tokens from {grown.start} on a second time, after {output.num_tokens}")
+            return
+        if output.work.params.logprobs is not None and len(grown.logprobs or ()) != len(grown.token_ids):
+            self._fail(output, "a worker told tokens without their log-probabilities")
             return
         if output.first_token is None and grown.token_ids:
             output.first_token = grown.token_ids[0]
@@ -387,3 +398,38 @@ class Router:
         for worker in (output.prefill, output.decode):
             if worker is not None and worker.identity in self.workers:
                 yield worker
+
+
+_TURNS: dict[type[Message], tuple[Role, tuple[State, ...]]] = {  # whose each message is, and when
+    Reserved: ("decode", ("reserving",)),
+    Full: ("decode", ("reserving",)),
+    Offer: ("prefill", ("prefilling",)),
+    Prefilled: ("prefill", ("prefilling",)),
+    Taken: ("decode", ("prefilling", "moving")),
+}
+
+
+def _misfit(worker: Worker, output: Output, message: ToRouter) -> str | None:
+    """What is wrong with a message of a worker that has the output, if anything: a worker that is at fault is not to
+    take the router with it, nor to have pages decoded that are not there."""
+    role, states = _TURNS[type(message)]
+    if worker.hello.role != role or output.state not in states:
+        return f"said {type(message).__name__} while the output was {output.state}"
+    length = len(output.work.prompt_token_ids)
+    match message:
+        case Reserved(num_cached=cached) if cached > length:
+            return f"has {cached} tokens of a prompt of {length}"
+        case Offer(part=part) if part != output.num_offered:
+            return f"offers part {part} after {output.num_offered} parts"
+        case Taken(part=part) if part in output.taken or part >= output.num_offered:
+            return f"has read part {part}, of {output.num_offered} offered, {len(output.taken)} read before"
+        case Prefilled(grown=grown, num_parts=parts, handover=handover):
+            if parts != output.num_offered:
+                return f"has offered {parts} parts, of which {output.num_offered} came"
+            if grown.start or len(grown.token_ids) != 1:
+                return f"has drawn {len(grown.token_ids)} tokens from {grown.start} on, in place of the first"
+            if (handover is None) != (grown.finish_reason is not None):
+                return "hands over what has ended, or does not where it goes on"
+            if handover is not None and handover.token != grown.token_ids[0]:
+                return f"hands over token {handover.token} after it drew {grown.token_ids[0]}"
+    return None

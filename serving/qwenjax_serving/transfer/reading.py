@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
 
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import Offer, Source
 from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
-from qwenjax_serving.transfer.staging import StagingBuffer, byte_ranges
+from qwenjax_serving.transfer.staging import StagingBuffer, StagingLayout, byte_ranges
 
 _TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt longer
 
@@ -44,21 +46,29 @@ class Reader:
         source, own = self._sources.get(offer.source), self._staging.layout
         if source is None:
             raise TransferError(f"{offer.source} is gone")
-        pages = Pages(offer.slots, slots, offer.start, offer.stop, offer.first, first)
-        plan = plan_transfer(source.staging.kv, own.kv, pages)
-        planes = offer.first_plane, offer.end_plane
-        parts = []
-        for process, metadata in enumerate(source.metadata):
-            copies = [
-                copy
-                for copy in plan.copies
-                if copy.target_rank in ranks and source.staging.processes[copy.source_rank] == process
-            ]
-            if copies:
-                ranges = byte_ranges(copies, source.staging, own, planes)
-                parts.append((await self._transport.connect(metadata), ranges))
+        try:
+            planned = list(_plan(offer, source, own, slots, first, ranks))
+        except Exception as error:  # of sizes and addresses that others say; nothing has been touched
+            raise ValueError(f"an offer of {offer.source} does not fit: {error or type(error).__name__}") from error
+        parts = [(await self._transport.connect(metadata), ranges) for metadata, ranges in planned]
         reads = (self._transport.read(peer, ranges, _TIMEOUT, source.staging.memory) for peer, ranges in parts)
         for error in await asyncio.gather(*reads, return_exceptions=True):  # all of them, whatever comes of one
             if error is not None:
                 raise error
         return sum(int(ranges[:, 2].sum()) for _, ranges in parts)
+
+
+def _plan(
+    offer: Offer, source: Source, own: StagingLayout, slots: Sequence[int], first: int, ranks: Collection[int]
+) -> Iterator[tuple[bytes, np.ndarray]]:
+    """What is to be read from each of a source's processes, by its metadata: byte_ranges."""
+    pages = Pages(offer.slots, slots, offer.start, offer.stop, offer.first, first)
+    plan = plan_transfer(source.staging.kv, own.kv, pages)
+    for process, metadata in enumerate(source.metadata):
+        copies = [
+            copy
+            for copy in plan.copies
+            if copy.target_rank in ranks and source.staging.processes[copy.source_rank] == process
+        ]
+        if copies:
+            yield metadata, byte_ranges(copies, source.staging, own, (offer.first_plane, offer.end_plane))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
@@ -36,6 +37,8 @@ from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.workers.batch_limit import BatchLimit
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -90,6 +93,8 @@ class DecodeWorker(Worker):
         match message:
             case Source():
                 await self._learn(message)
+            case Reserve() if message.ticket in self._places:
+                logger.warning("worker %s: ticket %d is reserved a second time: passed over", self.name, message.ticket)
             case Reserve():
                 # Tickets of another router may be the same.
                 new = self._places[message.ticket] = Place(message.work, f"{self._number}-{message.ticket}")
@@ -171,15 +176,15 @@ class DecodeWorker(Worker):
     async def _decode(self, admit: Admit, place: Place) -> None:
         ticket, engine = admit.ticket, self._decode_engine
         handover, grown = admit.handover, admit.grown
-        hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
         # To its end, even where the output is let go of meanwhile: who frees slots, or the buffer, waits for this task.
         taking = asyncio.to_thread(self.staging.take_out, place.slots, place.data_rank)
         pages = await until_done(asyncio.create_task(taking))
-        logprobs = grown.logprobs[0] if grown.logprobs else None
-        arrived = Arrived(handover.token, logprobs, hidden, pages, tuple(place.slots))
         growth = Growth(grown)
         request_id = place.request_id
         try:
+            hidden = np.frombuffer(handover.hidden, engine.model.dtype) if handover.hidden else None
+            logprobs = grown.logprobs[0] if grown.logprobs else None
+            arrived = Arrived(handover.token, logprobs, hidden, pages, tuple(place.slots))
             async for output in self.engine.stream(request_id, lambda: engine.admit(request_id, arrived)):
                 self.staging.give_back(place.slots)  # what decodes has been taken out of them, by every process
                 place.slots = []

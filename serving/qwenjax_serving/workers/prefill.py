@@ -84,13 +84,17 @@ class PrefillWorker(Worker):
 
     def _take(self, message: Prefill) -> None:
         work, size = message.work, self._engine.config.page_size
+        request_id = self._id(message.ticket)
         try:
+            if request_id in self._prompts:
+                raise ValueError("it is there already")
+            if message.num_cached > len(work.prompt_token_ids):
+                raise ValueError(f"{message.num_cached} tokens are cached, of {len(work.prompt_token_ids)}")
             self._engine.check(work.prompt_token_ids, work.params)
         except ValueError as error:
             self.fail(message.ticket, str(error), refused=True)
             return
         first_page = message.num_cached // size
-        request_id = self._id(message.ticket)
         num_pages = -(-len(work.prompt_token_ids) // size) - first_page
         self._prompts[request_id] = Prompt(message, first_page, num_pages)
         self._waiting.append(request_id)

@@ -19,6 +19,7 @@ from qwenjax.engine.engine import Engine
 from qwenjax.engine.handover import devices_for, kv_layout, num_planes, plane_bounds
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.kv_transfer import Pages, plan_transfer
+from qwenjax.outputs import Logprob
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.staging import byte_ranges
 from tests.generation import greedy, random_ids, small_llm
@@ -193,6 +194,31 @@ def test_outputs_equal_those_of_one_engine(
     assert pair.decode.num_prefill_calls == 0
     assert pair.prefill.num_decode_calls == 0
     assert not any(name == "prefill" for name, _ in pair.decode._compiled)
+    assert_idle(pair)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": 2**31 - 1}, "token 2147483647 arrived"),
+        ({"hidden": None}, r"a hidden state \(\) arrived"),
+        ({"hidden": np.zeros(3, np.float32)}, r"a hidden state \(3,\) arrived for the multi"),
+        ({"logprobs": None}, "no log-probability of token 5 arrived"),
+        ({"logprobs": {6: Logprob(-1.0, 1, "")}}, "no log-probability of token 5 arrived"),
+    ],
+)
+def test_what_does_not_fit_a_request_is_refused_before_it_is_taken(
+    pair: Pair, change: dict[str, Any], message: str
+) -> None:
+    config = pair.decode.model.config
+    good = Arrived(5, {5: Logprob(-1.0, 1, "")}, np.zeros(config.hidden_size, np.float32), pair.empty(pair.decode, 1))
+    assert pair.decode.reserve("misfit", [7], greedy(4, logprobs=1)) == 0
+    try:
+        with pytest.raises(ValueError, match=message):
+            pair.decode.admit("misfit", replace(good, **change))
+        assert not pair.decode.has_unfinished
+    finally:
+        pair.decode.cancel("misfit")
     assert_idle(pair)
 
 
