@@ -149,10 +149,11 @@ class DecodeEngine(Engine):
             raise ValueError(f"request {request_id!r}: token {arrived.token} arrived")
         if sequence.output.logprobs is not None and arrived.token not in (arrived.logprobs or ()):
             raise ValueError(f"request {request_id!r}: no log-probability of token {arrived.token} arrived")
-        if self._slots.head is not None and np.shape(arrived.hidden) != (self.model.config.hidden_size,):
+        width, size = self.model.config.hidden_size, 0 if arrived.hidden is None else arrived.hidden.size
+        if self._slots.head is not None and size != width:
             raise ValueError(
-                f"request {request_id!r}: a hidden state {np.shape(arrived.hidden)} arrived for the "
-                f"multi-token-prediction head, which takes {self.model.config.hidden_size}"
+                f"request {request_id!r}: a hidden state of {size} arrived for the multi-token-prediction head, which "
+                f"takes {width}"
             )
         sequence.append(arrived.token, None)
         if sequence.output.finished:

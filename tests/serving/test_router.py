@@ -531,6 +531,23 @@ def test_a_worker_that_takes_fewer_outputs_than_it_has_slots_gets_no_more() -> N
     assert [world.tokens(place) for place in range(4)] == [[place, 7, 8] for place in range(4)]
 
 
+def test_prompt_tokens_at_the_router_and_its_workers_are_those_of_the_outputs_without_a_token() -> None:
+    world = World(prefill_queue_tokens=40)
+    world.join(Played("prefill", "p"), Played("prefill", "q"), Played("decode", "d", slots=3))
+    lengths = [7, 30, 20, 11, 1, 50]
+    for place, length in enumerate(lengths):
+        world.submit(place, *range(length - 1))
+    names = "qwenjax:router_waiting_prompt_tokens", "qwenjax:worker_prompt_tokens"
+    seen = set()
+    while world.busy():
+        samples = [sample for family in RouterCollector(world.router).collect() for sample in family.samples]
+        there = [sum(sample.value for sample in samples if sample.name == name) for name in names]
+        assert sum(there) == sum(length for place, length in enumerate(lengths) if not world.tokens(place))
+        seen.add(tuple(value > 0 for value in there))
+        world.step(world.busy()[0])
+    assert seen >= {(True, True), (False, True), (False, False)}
+
+
 def test_the_choice_follows_prefixes_only_within_the_slack() -> None:
     world, _, _ = two_of_each()
     first, second = world.router.of_role("prefill")

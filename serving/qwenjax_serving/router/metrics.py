@@ -32,6 +32,14 @@ class RouterCollector(Collector):
             "Prompt tokens of the outputs that wait in the router",
             value=sum(len(output.work.prompt_token_ids) for output in router.waiting),
         )
+        given = GaugeMetricFamily(
+            "qwenjax:worker_prompt_tokens",
+            "Prompt tokens of the outputs that a prefill worker has and that have no token yet",
+            labels=["engine"],
+        )
+        for worker in router.of_role("prefill"):
+            given.add_metric([worker.hello.name], worker.load)
+        yield given
         for name, documentation, value in (
             ("router_retries", "Outputs that began again after a worker failed", router.num_retries),
             ("router_lost_workers", "Workers that ended or fell silent", router.num_lost),

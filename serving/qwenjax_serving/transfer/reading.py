@@ -48,8 +48,8 @@ class Reader:
             raise TransferError(f"{offer.source} is gone")
         try:
             planned = list(_plan(offer, source, own, slots, first, ranks))
-        except Exception as error:  # of sizes and addresses that others say; nothing has been touched
-            raise ValueError(f"an offer of {offer.source} does not fit: {error or type(error).__name__}") from error
+        except Exception as misfit:  # of sizes and addresses that others say; nothing has been touched
+            raise ValueError(f"an offer of {offer.source} does not fit: {misfit or type(misfit).__name__}") from misfit
         parts = [(await self._transport.connect(metadata), ranges) for metadata, ranges in planned]
         reads = (self._transport.read(peer, ranges, _TIMEOUT, source.staging.memory) for peer, ranges in parts)
         for error in await asyncio.gather(*reads, return_exceptions=True):  # all of them, whatever comes of one
