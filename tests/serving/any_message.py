@@ -38,8 +38,8 @@ def _values(kind: Any, tickets: Sequence[int]) -> st.SearchStrategy[Any]:
         case info.IntType(ge=least, lt=beyond):
             low, high = -(2**63) if least is None else least, 2**64 if beyond is None else beyond
             return st.integers(max(low, -2), 5) | st.integers(low, high - 1)
-        case info.FloatType():
-            return st.floats()
+        case info.FloatType(gt=beyond):
+            return st.floats() if beyond is None else st.floats(beyond, exclude_min=True)
         case info.BoolType():
             return st.booleans()
         case info.StrType():

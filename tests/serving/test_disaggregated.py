@@ -227,7 +227,7 @@ def leave_while_a_read_hangs(made: Cluster, url: str, monkeypatch: pytest.Monkey
         finally:
             for name in stopped:
                 made.processes[name].send_signal(signal.SIGCONT)
-        made.wait_until_idle(10)
+        made.wait_until_idle(15)  # beyond the `transfer_timeout` of the read
 
 
 def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_second_and_its_slots_once_that_is_over(

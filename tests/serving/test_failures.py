@@ -63,12 +63,13 @@ def test_a_prefill_worker_killed_with_a_prompt_is_replaced(
     two_of_each: Cluster, head_llm: LLM, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     requests = [(random_ids(100, place), greedy(10)) for place in range(8)]
-    router, kept, killed = two_of_each.backend.router, list[tuple[bytes, ToRouter, float]](), list[Output]()
+    router, kept = two_of_each.backend.router, list[tuple[bytes, Taken, float]]()
+    killed = dict[int, Output]()  # by the ticket that it had
     receive = router.receive
 
     def keep_what_was_read(sender: bytes, message: ToRouter, now: float) -> None:
         """Until the worker is dead, so that pages are still under way for the router."""
-        if isinstance(message, Taken) and not killed:
+        if isinstance(message, Taken) and (not killed or message.ticket in killed):
             kept.append((sender, message, now))
         else:
             receive(sender, message, now)
@@ -79,20 +80,20 @@ def test_a_prefill_worker_killed_with_a_prompt_is_replaced(
         tasks = [asyncio.create_task(two_of_each.generate(f"{i}", *request)) for i, request in enumerate(requests)]
         while True:
             await asyncio.sleep(0)
-            for output in router._tickets.values():
+            for ticket, output in router._tickets.items():
                 if output.state == state and output.prefill is not None:
-                    killed.append(output)
+                    killed[ticket] = output
                     name = output.prefill.hello.name
                     kill(two_of_each, name)
                     for each in kept:
-                        if router._tickets.get(each[1].ticket) is not output:  # type: ignore[union-attr]
+                        if each[1].ticket != ticket:
                             receive(*each)
                     return name, await asyncio.gather(*tasks)
 
     name, results = two_of_each.run(whole())
     for got, (prompt, params) in zip(results, requests, strict=True):
         assert_equal(got, head_llm.generate([prompt], params)[0])
-    assert [output.attempts for output in killed] == [1]
+    assert [output.attempts for output in killed.values()] == [1]
     bring_back(two_of_each, name)
 
 

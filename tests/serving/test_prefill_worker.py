@@ -86,7 +86,7 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         running = asyncio.create_task(worker.run())
         hello = await router.said.get()
         assert isinstance(hello, Hello)
-        router.tell.put_nowait(Welcome(hello.number))
+        router.tell.put_nowait(Welcome(hello.number, 10))
         own = StagingBuffer(hello.staging.kv, hello.staging.planes, engine.model.config.head_dim, np.float32, 4)
         reader = NixlTransport("reader")
         await reader.start(own)
@@ -162,7 +162,7 @@ def test_a_worker_whose_engine_fails_ends_with_an_error(engine: PrefillEngine, m
         running = asyncio.create_task(PrefillWorker("prefill", engine, "fingerprint", "address", b"secret").run())
         hello = await router.said.get()
         assert isinstance(hello, Hello)
-        router.tell.put_nowait(Welcome(hello.number))
+        router.tell.put_nowait(Welcome(hello.number, 10))
         router.tell.put_nowait(Prefill(1, Work((1, 2), greedy(5), 0, None), 0))
         with pytest.raises(RuntimeError, match="the engine failed: as if out of memory"):
             await running

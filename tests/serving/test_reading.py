@@ -68,12 +68,12 @@ def test_each_process_gets_its_ranks_from_whichever_process_has_them() -> None:
     async def test() -> None:
         reader = Reader(PlayedTransport(), expected)
         await reader.learn(whole[0])
-        total = await reader.read(OFFER, SLOTS, 0, [0, 1])
+        total = await reader.read(OFFER, SLOTS, 0, [0, 1], 5)
         found = 0
         for rank, target in enumerate(targets):
             reader = Reader(PlayedTransport(), target)
             await reader.learn(source)
-            found += await reader.read(OFFER, SLOTS, 0, [rank])
+            found += await reader.read(OFFER, SLOTS, 0, [rank], 5)
         assert found == total == 11 * 4 * 2 * 8  # tokens, heads, planes and bytes of a row
 
     asyncio.run(test())
@@ -91,10 +91,10 @@ def test_a_part_that_fails_fails_the_whole_once_the_others_are_over() -> None:
     async def test() -> None:
         reader = Reader(transport, target)
         with pytest.raises(TransferError, match="prefill is gone"):
-            await reader.read(OFFER, SLOTS, 0, [0])
+            await reader.read(OFFER, SLOTS, 0, [0], 5)
         await reader.learn(source)
         with pytest.raises(TransferError, match="it is broken"):
-            await reader.read(OFFER, SLOTS, 0, [0])
+            await reader.read(OFFER, SLOTS, 0, [0], 5)
         assert transport.under_way == 0
 
     asyncio.run(test())
@@ -117,7 +117,7 @@ def test_a_process_that_falls_silent_fails_the_worker_and_its_orders_and_one_tha
             while not follower.send(Joined(place, layout, b"metadata")):
                 await asyncio.sleep(0.01)
         await peers.meet(2)
-        reading = asyncio.create_task(peers.read(2, OFFER, SLOTS, 0, [0]))
+        reading = asyncio.create_task(peers.read(2, OFFER, SLOTS, 0, [0], 5))
         for _ in range(30):
             for follower in followers:
                 follower.send(Alive())
@@ -148,13 +148,13 @@ def test_an_order_is_over_when_the_process_says_so_though_it_was_given_up(monkey
             await asyncio.sleep(0.01)
         assert [one.metadata for one in await peers.meet(1)] == [b"metadata"]
 
-        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0]))
+        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0], 5))
         order = await follower.receive()
-        assert order == Read(0, OFFER, SLOTS, 0, (0,))
+        assert order == Read(0, OFFER, SLOTS, 0, (0,), 5)
         follower.send(Done(0, 99, None))
         assert await reading == 99
 
-        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0]))
+        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0], 5))
         assert isinstance(await follower.receive(), Read)
         reading.cancel()
         assert await follower.receive() == Stop(1)
@@ -164,7 +164,7 @@ def test_an_order_is_over_when_the_process_says_so_though_it_was_given_up(monkey
         with pytest.raises(asyncio.CancelledError):
             await reading
 
-        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0]))
+        reading = asyncio.create_task(peers.read(1, OFFER, SLOTS, 0, [0], 5))
         assert isinstance(await follower.receive(), Read)
         follower.send(Done(2, 0, "it is broken"))
         with pytest.raises(TransferError, match="process 1: it is broken"):

@@ -85,7 +85,7 @@ class Played:
         """What it says to the next message."""
         message = self.inbox.popleft()
         if not self.welcome:
-            self.welcome = message == Welcome(self.hello.number)
+            self.welcome = isinstance(message, Welcome) and message.number == self.hello.number
             return []
         match message:
             case Rejoin():

@@ -44,6 +44,7 @@ from qwenjax_serving.protocol.messages import (
     Status,
     Stop,
     ToWorker,
+    Welcome,
     Work,
 )
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
@@ -58,6 +59,7 @@ from qwenjax_serving.workers.peers import Peers
 from qwenjax_serving.workers.prefill import PrefillWorker
 from tests.helpers import tiny
 from tests.serving.any_message import messages
+from tests.serving.test_router import Played, World
 
 WORK = Work((1, 2, 3), SamplingParams(max_tokens=2), 0, None)
 
@@ -148,7 +150,7 @@ def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
     worker._rejoining, worker._leaving, worker._tasks = None, None, set()
     worker._ended = asyncio.get_running_loop().create_future()
     worker._places, worker._dropping, worker._prompts, worker._grown, worker.peers = {}, set(), {}, [], None
-    worker._limit = None
+    worker._limit, worker.transfer_timeout = None, 0.01
     worker._status = lambda: None
 
     def hello() -> None:
@@ -263,6 +265,30 @@ def test_well_formed_messages_that_make_no_sense_end_no_worker(
             await worker.drop_all()
             assert not worker._ended.done()
             assert worker.staging.num_free == 8
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_reads_have_the_deadline_that_the_router_says() -> None:
+    async def test() -> None:
+        world = World(transfer_timeout=7.5)
+        world.join(played := Played("decode", "d"))
+        (welcome,) = (message for message in played.inbox if isinstance(message, Welcome))
+        worker, deadlines = bare(DecodeWorker, PlayedEngine(), PlayedSocket()), list[float]()
+
+        async def read(offer: Offer, slots: Any, first: int, ranks: Any, timeout: float) -> int:
+            deadlines.append(timeout)
+            return 1
+
+        worker.reader = SimpleNamespace(read=read)
+        worker._engine.model.mesh = make_mesh(1, 1)
+        listening = asyncio.create_task(worker._listen())
+        for message in (welcome, Reserve(7, WORK), Offer(7, "prefill", 0, 0, 3, 0, 4, (0,), 0)):
+            worker._socket.tell.put_nowait(message)
+        while not deadlines:
+            await asyncio.sleep(0.01)
+        assert deadlines == [7.5]
+        listening.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 20))
 
@@ -492,11 +518,11 @@ def test_slots_that_a_silent_process_may_write_to_are_not_given_back_and_the_wor
         while not said:
             await asyncio.sleep(0.01)
         worker._drop(7)
-        with pytest.raises(RuntimeError, match=r"process 1 does not answer, 0.05 s after"):
+        with pytest.raises(RuntimeError, match=r"process 1 does not answer, 0.06 s after"):
             await worker._ended
         while worker._dropping:
             await asyncio.sleep(0.01)
-        assert said == [Read(0, offer, (0,), 0, (0,)), Stop(0)]
+        assert said == [Read(0, offer, (0,), 0, (0,), 0.01), Stop(0)]
         assert worker.staging.num_free == 8 - 1
 
     asyncio.run(asyncio.wait_for(test(), 20))

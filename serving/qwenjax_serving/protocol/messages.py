@@ -71,9 +71,11 @@ class Goodbye(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answers the Hello of this number. What came between the two was for what the worker was before: it is void."""
+    """Answers the Hello of this number. What came between the two was for what the worker was before: it is void.
+    transfer_timeout: seconds that a read of pages may take."""
 
     number: int
+    transfer_timeout: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Rejoin(Message, frozen=True):
@@ -247,13 +249,15 @@ class Alive(Message, frozen=True):
 
 class Read(Message, frozen=True):
     """From the first process of a worker to another: read those of an offer's pages that are for `ranks`, model ranks
-    of its own, into `slots` of its staging, of which the first holds positions from `first` on. order: a number."""
+    of its own, into `slots` of its staging, of which the first holds positions from `first` on, within `timeout`
+    seconds. order: a number."""
 
     order: int
     offer: Offer
     slots: tuple[int, ...]
     first: int
     ranks: tuple[int, ...]
+    timeout: float
 
 
 class Stop(Message, frozen=True):

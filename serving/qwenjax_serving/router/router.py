@@ -51,11 +51,12 @@ State = Literal["waiting", "reserving", "prefilling", "moving", "decoding", "end
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """worker_timeout: seconds of silence after which a worker is given up. transfer_timeout: seconds that pages may be
-    under way once the prompt is run. progress_timeout: seconds that a worker may say nothing of an output that it
-    prefills or decodes. absence_timeout: seconds that outputs wait for a role without workers. max_waiting: outputs
-    that wait; more are refused. prefill_queue_tokens: prompt tokens that a prefill worker is given at once, beyond its
-    first prompt; the rest wait here, where the choice is still open. max_attempts: of an output.
+    """worker_timeout: seconds of silence after which a worker is given up. transfer_timeout: seconds that a reservation
+    may take, that a read of pages may, and that pages may be under way once the prompt is run. progress_timeout: those
+    that a worker may say nothing of an output that it prefills or decodes. absence_timeout: seconds that outputs wait
+    for a role without workers. max_waiting: outputs that wait; more are refused. prefill_queue_tokens: prompt tokens
+    that a prefill worker is given at once, beyond its first prompt; the rest wait here, where the choice is still open.
+    max_attempts: of an output.
     """
 
     worker_timeout: float = 3.0
@@ -206,7 +207,7 @@ class Router:
             return
         worker = self.workers[sender] = Worker(sender, hello, now)
         logger.info("%s worker %s has joined", hello.role, hello.name)
-        self._send(sender, Welcome(hello.number))
+        self._send(sender, Welcome(hello.number, self.settings.transfer_timeout))
         if hello.role == "prefill":
             for other in self.of_role("decode"):
                 self._introduce(worker, other)

@@ -13,8 +13,6 @@ from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.staging import StagingBuffer, StagingLayout, byte_ranges
 
-_TIMEOUT = 5.0  # seconds of one read; the router gives a whole prompt longer
-
 
 class Reader:
     """Knows the prefill workers that it may read from."""
@@ -36,9 +34,9 @@ class Reader:
         """Those that are there."""
         return list(self._sources.values())
 
-    async def read(self, offer: Offer, slots: Sequence[int], first: int, ranks: Collection[int]) -> int:
+    async def read(self, offer: Offer, slots: Sequence[int], first: int, ranks: Collection[int], timeout: float) -> int:
         """Reads the pages of an offer that are for some model ranks of this process into slots, of which the first
-        holds positions from `first` on. The bytes read.
+        holds positions from `first` on, within `timeout` seconds. The bytes read.
 
         Raises TransferError where they did not all come, ValueError for an offer that does not fit. However it ends,
         nothing touches the slots any more.
@@ -51,7 +49,7 @@ class Reader:
         except Exception as misfit:  # of sizes and addresses that others say; nothing has been touched
             raise ValueError(f"an offer of {offer.source} does not fit: {misfit or type(misfit).__name__}") from misfit
         parts = [(await self._transport.connect(metadata), ranges) for metadata, ranges in planned]
-        reads = (self._transport.read(peer, ranges, _TIMEOUT, source.staging.memory) for peer, ranges in parts)
+        reads = (self._transport.read(peer, ranges, timeout, source.staging.memory) for peer, ranges in parts)
         for error in await asyncio.gather(*reads, return_exceptions=True):  # all of them, whatever comes of one
             if error is not None:
                 raise error

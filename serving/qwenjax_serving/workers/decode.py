@@ -156,11 +156,12 @@ class DecodeWorker(Worker):
 
     async def _read(self, offer: Offer, place: Place) -> None:
         began, reads = time.monotonic(), list[Coroutine[Any, Any, int]]()
+        where = place.slots, place.first
         for process, ranks in ranks_by_process(self._engine, place.data_rank).items():
             if self.peers is None or process == 0:
-                reads.append(self.reader.read(offer, place.slots, place.first, ranks))
+                reads.append(self.reader.read(offer, *where, ranks, self.transfer_timeout))
             else:
-                reads.append(self.peers.read(process, offer, place.slots, place.first, ranks))
+                reads.append(self.peers.read(process, offer, *where, ranks, self.transfer_timeout))
         found = await asyncio.gather(*reads, return_exceptions=True)  # all of them, whatever comes of one
         for error in found:
             if isinstance(error, TransferError | ValueError):

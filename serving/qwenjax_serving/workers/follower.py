@@ -122,7 +122,8 @@ class Follower:
                 case Source():
                     await self._reader.learn(message)
                 case Read():
-                    reading = self._reader.read(message.offer, message.slots, message.first, message.ranks)
+                    where = message.slots, message.first, message.ranks
+                    reading = self._reader.read(message.offer, *where, message.timeout)
                     task = self._orders[message.order] = asyncio.get_running_loop().create_task(reading)
                     task.add_done_callback(partial(self._answer, message.order))
                 case Stop():

@@ -13,7 +13,7 @@ from qwenjax_serving.transfer.nixl_transport import TransferError
 
 ADDRESS_KEY = "peers"  # that the first process publishes where it is reached under
 _MEET = 300.0  # seconds for all to have loaded and compiled
-_SETTLE = 30.0  # seconds in which an order that is given up is answered
+_SETTLE = 30.0  # seconds beyond its deadline in which an order that is given up is answered
 BEAT = 0.5  # seconds between two words of a process that has nothing else to say
 _SILENCE = 10  # beats without a word after which a process counts as lost
 
@@ -56,20 +56,23 @@ class Peers:
         for sender, _ in self._joined.values():
             self._socket.send(sender, message)
 
-    async def read(self, process: int, offer: Offer, slots: Sequence[int], first: int, ranks: Sequence[int]) -> int:
+    async def read(
+        self, process: int, offer: Offer, slots: Sequence[int], first: int, ranks: Sequence[int], timeout: float
+    ) -> int:
         """Lets a process read what `Reader.read` would here, and as that does: it raises TransferError, and is over
         only when nothing touches the slots. Raises RuntimeError, of which `on_failure` is told before, where the
         process does not answer or has fallen silent: its slots may still be written to."""
         order, sender = next(self._numbers), self._joined[process][0]
         answer = self._orders[order] = asyncio.get_running_loop().create_future()
-        self._socket.send(sender, Read(order, offer, tuple(slots), first, tuple(ranks)))
+        self._socket.send(sender, Read(order, offer, tuple(slots), first, tuple(ranks), timeout))
         try:
             done = await asyncio.shield(answer)
         except asyncio.CancelledError:
             self._socket.send(sender, Stop(order))
-            await asyncio.wait([answer], timeout=_SETTLE)
+            await asyncio.wait([answer], timeout=timeout + _SETTLE)
             if not answer.done():
-                error = RuntimeError(f"process {process} does not answer, {_SETTLE:g} s after it was told to stop")
+                late = f"{timeout + _SETTLE:g} s after it was told to stop"
+                error = RuntimeError(f"process {process} does not answer, {late}")
                 self._on_failure(error)
                 raise error from None
             raise

@@ -76,6 +76,7 @@ class Worker(ABC):
         self._address, self._secret, self._fingerprint = address, secret, fingerprint
         self._number = 0
         self._engine = engine
+        self.transfer_timeout = 0.0  # the router's
         self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
         self._rejoining: asyncio.Task[None] | None = None  # lets go of what runs: no Hello before that is done
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -186,6 +187,7 @@ class Worker(ABC):
             self._heard = time.monotonic()
             if isinstance(message, Welcome):
                 self._welcome = message.number == self._number and self._rejoining is None
+                self.transfer_timeout = message.transfer_timeout
                 if self._welcome:
                     logger.info("worker %s has joined", self.name)
             elif not self._welcome:
