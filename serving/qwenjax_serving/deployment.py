@@ -18,7 +18,7 @@ from qwenjax_serving.router.router import RouterSettings
 SECRET_VARIABLE = "QWENJAX_SECRET"
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _BOTH_KEYS = ("name", "env", "staging_pages", "share_device", *_ROLES)  # beside options
-_OF_WEIGHTS = ("dtype", "quantization", "activation_format", "revision")  # options that say what is in memory
+_OF_WEIGHTS = ("dtype", "quantization", "activation_format", "revision")  # options that say what all have in memory
 _LOOPBACK = "tcp://127.0.0.1:0"
 
 
@@ -144,24 +144,26 @@ def _deployment(found: dict[str, Any]) -> Deployment:
     names = [name for worker in workers for name in worker.names]
     if len(set(names)) < len(names):
         raise ValueError(f"names of workers are not distinct: {names}")
-    _check_drafts([part for worker in workers for part in worker.parts or [worker]])
+    _check_alike([part for worker in workers for part in worker.parts or [worker]])
     return Deployment(tuple(workers), address, RouterSettings(**router))
 
 
-def _check_drafts(workers: list[WorkerPlan]) -> None:
-    """Raises ValueError where some draft and others do not: pages of one kind have a layer that the other lacks."""
+def _check_alike(workers: list[WorkerPlan]) -> None:
+    """Raises ValueError where workers would have other weights than others, or where some draft and others do not:
+    pages of one kind have a layer that the other lacks."""
     first, *others = workers
-    number = first.options.get("num_speculative_tokens")
-    for other in others:
-        own = other.options.get("num_speculative_tokens")
-        if (number is None, bool(number)) != (own is None, bool(own)):
-            said = [
-                f"{'not given' if value is None else value} for {name}"
-                for name, value in ((first.name, number), (other.name, own))
-            ]
-            raise ValueError(
-                f"num_speculative_tokens is {' and '.join(said)}: all workers draft or none does, as [engine] says it"
-            )
+    for key in (*_OF_WEIGHTS, "num_speculative_tokens"):
+        value = first.options.get(key)
+        for other in others:
+            own = other.options.get(key)
+            drafts = key == "num_speculative_tokens"
+            if (value is None, bool(value)) != (own is None, bool(own)) if drafts else value != own:
+                said = [
+                    f"{'not given' if each is None else each} for {name}"
+                    for name, each in ((first.name, value), (other.name, own))
+                ]
+                rule = "all workers draft or none does" if drafts else "it is one for all workers"
+                raise ValueError(f"{key} is {' and '.join(said)}: {rule}, as [engine] says it")
 
 
 def _both(engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
@@ -179,9 +181,6 @@ def _both(engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
     )
     if share and max(part.num_devices for part in parts) > 1:
         raise ValueError(f"{name}: share_device is for meshes of one device")
-    differing = [key for key in _OF_WEIGHTS if len({part.options.get(key) for part in parts}) > 1]
-    if share and differing:
-        raise ValueError(f"{name}: {differing[0]} differs between prefill and decode, which share the weights")
     return WorkerPlan(name, "both", {}, env, parts=parts, share_device=share)
 
 

@@ -104,7 +104,11 @@ def test_both_roles_in_one_process_are_two_workers_to_the_router(tmp_path: Path)
         ("[both]\nshare_device = true\n[both.decode]\ndata_parallel = 2\n", "share_device is for meshes of one device"),
         (
             '[both]\nshare_device = true\n[both.decode]\nquantization = "mxfp8"\n',
-            "quantization differs between prefill and decode, which share the weights",
+            "quantization is not given for both-0-prefill and mxfp8 for both-0-decode: it is one for all workers",
+        ),
+        (
+            '[[prefill]]\n[[decode]]\n[[decode]]\ndtype = "float32"\n',
+            "dtype is not given for prefill-0 and float32 for decode-1: it is one for all workers",
         ),
     ],
 )

@@ -41,6 +41,7 @@ from qwenjax_serving.protocol.messages import (
     Taken,
     Tokens,
     ToRouter,
+    Unwelcome,
     Welcome,
     Work,
 )
@@ -68,7 +69,7 @@ class Played:
 
     def __init__(self, role: str, name: str, slots: int = 2, model: str = "model") -> None:
         layout = StagingLayout(1, 4, (0, 2), 8, 8, (0,), (0,), (0,))
-        self.hello = Hello(name, name, 0, role, model, slots, 100, layout, (b"metadata",))  # type: ignore[arg-type]
+        self.hello = Hello(name, name, 0, role, {"dtype": model}, slots, 100, layout, (b"metadata",))  # type: ignore[arg-type]
         self.inbox = deque[Message]()
         self.held: dict[int, Work | None] = {}
         self.sources: set[str] = set()
@@ -144,7 +145,7 @@ class World:
             self.say(worker, worker.say_hello())
 
     def say(self, worker: Played, message: ToRouter) -> None:
-        self.router.receive(worker.hello.name.encode(), message, self.now)
+        self.router.receive(worker.hello.instance.encode(), message, self.now)
 
     def submit(self, *prompt: int) -> Output:
         result: list[object] = []
@@ -478,11 +479,52 @@ def test_without_workers_outputs_wait_for_a_while() -> None:
     assert world.results[0] == ["there is no prefill worker"]
 
 
-def test_a_worker_of_another_model_is_not_used() -> None:
+def test_a_worker_of_another_model_is_not_used_and_told_why(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
-    world.join(Played("prefill", "p"), Played("decode", "d", model="another"))
+    world.join(Played("prefill", "p"), other := Played("decode", "d", model="another"))
     assert not world.router.ready
     assert [worker.hello.name for worker in world.router.workers.values()] == ["p"]
+    assert list(other.inbox) == [Unwelcome(1, "dtype is another, and model at p")]
+    world.say(other, other.say_hello())
+    assert caplog.text.count("worker d is not used: dtype is another, and model at p") == 1
+
+
+def test_a_worker_whose_name_another_has_joins_once_that_is_gone() -> None:
+    world = World()
+    old, new = Played("decode", "d"), Played("decode", "d")
+    world.join(Played("prefill", "p"), old)
+    new.hello = msgspec.structs.replace(new.hello, instance="new")
+    world.workers[b"new"] = new
+    for _ in range(2):
+        world.say(new, new.say_hello())
+        assert len(world.router.of_role("decode")) == 1
+        if old.alive:
+            refused = new.inbox.popleft()
+            assert isinstance(refused, Unwelcome)
+            assert refused.reason.startswith("there is a worker d, process d;")
+            old.alive = False
+            world.tick(4)
+    assert world.router.of_role("decode")[0].identity == b"new"
+
+
+def test_outputs_go_to_workers_that_are_long_enough_and_wait_for_them_without_keeping_others() -> None:
+    world = World(absence_timeout=5)
+    short, long = (Played("decode", name) for name in ("short", "long"))
+    short.hello = msgspec.structs.replace(short.hello, max_model_len=10)
+    world.join(Played("prefill", "p"), short, long)
+    first = world.submit(1, *range(20))
+    assert first.decode is not None
+    assert first.decode.hello.name == "long"
+    world.settle()
+    long.alive = False
+    world.tick(4)
+    waits, runs = world.submit(2, *range(20)), world.submit(3)
+    world.settle()
+    assert (waits.state, runs.state) == ("waiting", "ended")
+    assert world.tokens(2) == [3, 7, 8]
+    for _ in range(4):
+        world.tick(2)
+    assert world.results[1] == ["there is no decode worker for 24 tokens"]
 
 
 def test_strangers_are_told_to_say_hello() -> None:

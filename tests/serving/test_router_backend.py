@@ -55,7 +55,9 @@ class Played:
 
     async def run(self) -> None:
         layout = StagingLayout(1, 4, (0, 2), 8, 8, (0,), (0,), (0,))
-        while not self.socket.send(Hello(self.role, self.role, 1, self.role, "model", 2, 100, layout, (b"metadata",))):
+        while not self.socket.send(
+            Hello(self.role, self.role, 1, self.role, {"dtype": "d"}, 2, 100, layout, (b"metadata",))
+        ):
             await asyncio.sleep(0.01)
         while True:
             match await self.socket.receive():

@@ -44,6 +44,7 @@ from qwenjax_serving.protocol.messages import (
     Status,
     Stop,
     ToWorker,
+    Unwelcome,
     Welcome,
     Work,
 )
@@ -150,7 +151,7 @@ def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
     worker._rejoining, worker._leaving, worker._tasks = None, None, set()
     worker._ended = asyncio.get_running_loop().create_future()
     worker._places, worker._dropping, worker._prompts, worker._grown, worker.peers = {}, set(), {}, [], None
-    worker._limit, worker.transfer_timeout = None, 0.01
+    worker._limit, worker.transfer_timeout, worker._unwelcome = None, 0.01, ""
     worker._status = lambda: None
 
     def hello() -> None:
@@ -288,6 +289,21 @@ def test_reads_have_the_deadline_that_the_router_says() -> None:
         while not deadlines:
             await asyncio.sleep(0.01)
         assert deadlines == [7.5]
+        listening.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_worker_that_is_not_used_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
+        worker._welcome = False
+        listening = asyncio.create_task(worker._listen())
+        for reason in ("dtype is a, and b at p", "dtype is a, and b at p", "there is a worker d"):
+            worker._socket.tell.put_nowait(Unwelcome(1, reason))
+        while "there is a worker d" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert caplog.text.count("the router does not use it: dtype is a, and b at p") == 1
         listening.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 20))
@@ -578,16 +594,18 @@ def test_workers_that_read_the_weights_in_other_ways_have_other_keys() -> None:
     config = ModelConfig.from_dict(tiny(hidden_size=64))
     mesh = make_mesh(1, 1)
 
-    def key(quantised: set[str], activation_format: Any) -> str:
+    def key(quantised: set[str], activation_format: Any) -> dict[str, str]:
         graphdef, state = abstract_model(config, mesh, None, activation_format)
         model = ShardedModel(config, mesh, graphdef, with_mxfp8(state, quantised))
         sizes = SimpleNamespace(num_speculative_tokens=0)
         engine: Any = SimpleNamespace(model=model, tokenizer=SimpleNamespace(eos_ids=[1]), config=sizes)
-        return worker_module._model_key(engine, "fingerprint")
+        return worker_module._model(engine, "fingerprint")
 
     names = {"attention.q_proj"}
     assert key(set(), "model") == key(set(), "model")
-    assert len({key(set(), "model"), key(names, "model"), key(names, "mxfp8")}) == 3
+    first, second, third = key(set(), "model"), key(names, "model"), key(names, "mxfp8")
+    assert {what for what in first if first[what] != second[what]} == {"the set of quantised weights"}
+    assert {what for what in second if second[what] != third[what]} == {"activation_format"}
 
 
 def test_a_worker_whose_parent_ended_before_it_could_say_so_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 class Hello(Message, frozen=True):
     """A worker is ready, and holds nothing. name: of the deployment; instance: of this process alone; number: of this
-    Hello among those of the process. model: of the checkpoint, its config and dtype, equal for workers that may work
-    together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from each of its
-    processes."""
+    Hello among those of the process. model: of the checkpoint, its config and dtype, each equal for workers that may
+    work together. num_slots: sequences that it may hold at once. metadata: what NIXL needs in order to read from each
+    of its processes."""
 
     name: str
     instance: str
     number: int
     role: Role
-    model: str
+    model: dict[str, str]
     num_slots: Count
     max_model_len: Count
     staging: StagingLayout
@@ -76,6 +76,13 @@ class Welcome(Message, frozen=True):
 
     number: int
     transfer_timeout: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Unwelcome(Message, frozen=True):
+    """The other answer: the router does not use the worker, which may ask again."""
+
+    number: int
+    reason: str
 
 
 class Rejoin(Message, frozen=True):
@@ -281,7 +288,7 @@ class Serve(Message, frozen=True):
 
 
 ToRouter = Hello | Status | Leaving | Goodbye | Reserved | Full | Offer | Taken | Prefilled | Tokens | Failed | LetGo
-ToWorker = Welcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Halt | Release
+ToWorker = Welcome | Unwelcome | Rejoin | Ping | Source | Reserve | Prefill | Offer | Admit | Halt | Release
 ToLeader = Joined | Alive | Done
 ToFollower = Source | Read | Stop | Serve
 

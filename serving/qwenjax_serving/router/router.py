@@ -39,6 +39,7 @@ from qwenjax_serving.protocol.messages import (
     Taken,
     Tokens,
     ToRouter,
+    Unwelcome,
     Welcome,
     Work,
 )
@@ -91,6 +92,12 @@ class Output:
     num_tokens: int = 0  # given to `grown`
     first_token: int | None = None
     scheduled: float | None = None  # when it was first given to a prefill worker
+    absent_since: float | None = None  # when there was no worker any more that could run it
+
+    @property
+    def length(self) -> int:
+        """Tokens that it may come to have, with its prompt."""
+        return len(self.work.prompt_token_ids) + (self.work.params.max_tokens or 0)
 
 
 class Router:
@@ -105,7 +112,7 @@ class Router:
         # Of attempts that are over: the prefill worker whose pages the decode worker may still be reading.
         self._read_on: dict[int, tuple[Worker, Worker]] = {}
         self._num_tickets = self._num_outputs = 0
-        self._absent_since: float | None = None
+        self._unwelcome: dict[str, str] = {}  # workers that are not used, and why
         self.num_retries = self.num_lost = self.num_full = 0
 
     def of_role(self, role: str) -> list[Worker]:
@@ -183,14 +190,13 @@ class Router:
         for output in list(self._tickets.values()):
             if output.deadline is not None and now > output.deadline:
                 self._retry(output, self._late(output))
-        if self.ready or not self.waiting:
-            self._absent_since = None
-        elif self._absent_since is None:
-            self._absent_since = now
-        elif now - self._absent_since > self.settings.absence_timeout:
-            missing = "prefill" if not self._open("prefill") else "decode"
-            for output in list(self.waiting):
-                self._fail(output, f"there is no {missing} worker")
+        for output in list(self.waiting):
+            if (missing := self._missing(output)) is None:
+                output.absent_since = None
+            elif output.absent_since is None:
+                output.absent_since = now
+            elif now - output.absent_since > self.settings.absence_timeout:
+                self._fail(output, f"there is no {missing}")
         self._dispatch(now)
 
     def _late(self, output: Output) -> str:
@@ -201,10 +207,13 @@ class Router:
     def _join(self, sender: bytes, hello: Hello, now: float) -> None:
         if known := self.workers.get(sender):
             self._lose(known, "has begun anew")
-        others = [worker for worker in self.workers.values() if worker.hello.model != hello.model]
-        if others:
-            logger.error("worker %s serves another model than %s: not used", hello.name, others[0].hello.name)
+        if (reason := self._why_not(hello)) is not None:
+            if self._unwelcome.get(hello.name) != reason:  # it asks again every few seconds
+                logger.error("worker %s is not used: %s", hello.name, reason)
+            self._unwelcome[hello.name] = reason
+            self._send(sender, Unwelcome(hello.number, reason))
             return
+        self._unwelcome.pop(hello.name, None)
         worker = self.workers[sender] = Worker(sender, hello, now)
         logger.info("%s worker %s has joined", hello.role, hello.name)
         self._send(sender, Welcome(hello.number, self.settings.transfer_timeout))
@@ -215,6 +224,17 @@ class Router:
             for other in self.of_role("prefill"):
                 self._introduce(other, worker)
         self._dispatch(now)
+
+    def _why_not(self, hello: Hello) -> str | None:
+        """Why a worker cannot work with those that are there."""
+        for other in self.workers.values():
+            if other.hello.name == hello.name:
+                return f"there is a worker {hello.name}, process {other.hello.instance}; another --name is free"
+            for what in {**hello.model, **other.hello.model}:
+                own, theirs = hello.model.get(what), other.hello.model.get(what)
+                if own != theirs:
+                    return f"{what} is {own}, and {theirs} at {other.hello.name}"
+        return None
 
     def _introduce(self, source: Worker, reader: Worker, gone: bool = False) -> None:
         hello = source.hello
@@ -233,19 +253,23 @@ class Router:
             self._retry(output, f"{worker.hello.role} worker {worker.hello.name} {why}")
 
     def _dispatch(self, now: float) -> None:
-        """Gives the first of those that wait to workers, while there is room for it."""
-        while self.waiting:
-            output = self.waiting[0]
+        """Gives those that wait to workers in their order, while there is room for the next. Outputs that none of the
+        workers can take, now that others are gone, keep no others waiting."""
+        place = 0
+        while place < len(self.waiting):
+            output = self.waiting[place]
             length = len(output.work.prompt_token_ids)
             limit = self.settings.prefill_queue_tokens
-            prefill = choose(
-                (w for w in self._open("prefill") if not w.load or w.load + length <= limit), output.keys, limit // 4
-            )
-            roomy = [w for w in self._open("decode") if not w.full and w.load < w.num_slots]
+            able = self._open("prefill", output)
+            prefill = choose((w for w in able if not w.load or w.load + length <= limit), output.keys, limit // 4)
+            roomy = [w for w in self._open("decode", output) if not w.full and w.load < w.num_slots]
             decode = choose(roomy, output.keys, max((w.num_slots for w in roomy), default=0) // 8)
             if prefill is None or decode is None:
-                return
-            self.waiting.pop(0)
+                if self._missing(output) is None:
+                    return
+                place += 1
+                continue
+            self.waiting.pop(place)
             self._num_tickets += 1
             output.ticket, output.prefill, output.decode = self._num_tickets, prefill, decode
             output.first, output.num_offered, output.taken = None, 0, set()
@@ -255,8 +279,19 @@ class Router:
             self._enter(output, "reserving", now + self.settings.transfer_timeout)
             self._send(decode.identity, Reserve(output.ticket, output.work))
 
-    def _open(self, role: str) -> list[Worker]:
-        return [worker for worker in self.of_role(role) if not worker.leaving]
+    def _open(self, role: str, output: Output | None = None) -> list[Worker]:
+        """Workers that take work, of the length of an output's."""
+        length = 0 if output is None else output.length
+        return [worker for worker in self.of_role(role) if not worker.leaving and worker.hello.max_model_len >= length]
+
+    def _missing(self, output: Output) -> str | None:
+        """The worker that would have to be there for an output to run."""
+        for role in "prefill", "decode":
+            if not self._open(role):
+                return f"{role} worker"
+            if not self._open(role, output):
+                return f"{role} worker for {output.length} tokens"
+        return None
 
     def _enter(self, output: Output, state: State, deadline: float) -> None:
         output.state, output.deadline = state, deadline

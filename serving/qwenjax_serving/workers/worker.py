@@ -32,6 +32,7 @@ from qwenjax_serving.protocol.messages import (
     Role,
     Status,
     ToWorker,
+    Unwelcome,
     Welcome,
 )
 from qwenjax_serving.protocol.sockets import WorkerSocket
@@ -78,6 +79,7 @@ class Worker(ABC):
         self._engine = engine
         self.transfer_timeout = 0.0  # the router's
         self._welcome, self._heard, self._said_hello = False, time.monotonic(), 0.0
+        self._unwelcome = ""  # why the router does not use it
         self._rejoining: asyncio.Task[None] | None = None  # lets go of what runs: no Hello before that is done
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leaving: float | None = None
@@ -190,6 +192,11 @@ class Worker(ABC):
                 self.transfer_timeout = message.transfer_timeout
                 if self._welcome:
                     logger.info("worker %s has joined", self.name)
+                    self._unwelcome = ""
+            elif isinstance(message, Unwelcome):
+                if message.reason != self._unwelcome:  # said every few seconds
+                    logger.error("worker %s: the router does not use it: %s", self.name, message.reason)
+                self._unwelcome = message.reason
             elif not self._welcome:
                 continue  # said to what this worker was before
             elif isinstance(message, Ping):
@@ -220,7 +227,7 @@ class Worker(ABC):
             self.instance,
             self._number,
             self.role,
-            _model_key(self._engine, self._fingerprint),
+            _model(self._engine, self._fingerprint),
             self._engine.ranks * config.max_num_seqs,
             min(config.max_model_len, config.num_pages * config.page_size),
             self._layout,
@@ -297,9 +304,19 @@ def make_staging(engine: Engine, num_slots: int | None) -> StagingBuffer:
     return made
 
 
-def _model_key(engine: Engine, fingerprint: str) -> str:
+def _model(engine: Engine, fingerprint: str) -> dict[str, str]:
     """Equal for engines whose pages mean the same: of one checkpoint, read in one way."""
-    model, eos_ids = engine.model, sorted(engine.tokenizer.eos_ids)
-    read_as = model.quantised, model.activation_format
-    described = repr((fingerprint, model.config, str(model.dtype), read_as, num_planes(engine), eos_ids))
-    return hashlib.sha256(described.encode()).hexdigest()[:16]
+    model = engine.model
+    return {
+        "the checkpoint's weights": fingerprint,
+        "the checkpoint's config": _digest(model.config),
+        "dtype": str(model.dtype),
+        "the set of quantised weights": _digest(model.quantised),
+        "activation_format": str(model.activation_format),
+        "the number of planes of a page": str(num_planes(engine)),  # of one more layer with drafts
+        "the end-of-sequence ids": str(sorted(engine.tokenizer.eos_ids)),
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
