@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,12 @@ def test_a_worker_with_another_secret_is_refused_and_logged(caplog: pytest.LogCa
     async def test(router: RouterSocket) -> None:
         stranger = WorkerSocket(router.address, b"another secret, as long", "stranger")
         try:
-            await logged(caplog, "refused a connection")
+            hint = "QWENJAX_SECRET may not be the same on both sides"
+            await logged(caplog, f"refused a connection at {router.address}: HANDSHAKE_FAILED_PROTOCOL; {hint}")
+            await logged(caplog, f"no connection to {router.address}: HANDSHAKE_FAILED_NO_DETAIL; {hint}")
             assert not stranger.send(Taken(1, 2, 3))
+            await asyncio.sleep(0.5)  # it tries again every 0.1 s
+            assert caplog.text.count(hint) == 2
         finally:
             await stranger.close()
         await ping_pong(router)
@@ -204,12 +209,32 @@ def test_who_knows_the_router_key_alone_is_refused(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), struct.pack(">Q", 2**63)])
-def test_another_protocol_is_refused(noise: bytes) -> None:
+def test_another_protocol_is_refused_and_logged(noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def test(router: RouterSocket) -> None:
         host, port = router.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(noise)
             await ping_pong(router)
+        await logged(caplog, f"refused a connection at {router.address}: ")
+
+    run(test)
+
+
+def test_lines_about_refused_connections_are_few_and_say_how_many_more_there_were(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qwenjax_serving.protocol.sockets._LINE_EVERY", 0.3)
+
+    async def test(router: RouterSocket) -> None:
+        host, port = router.address.removeprefix("tcp://").split(":")
+        while "more before" not in caplog.text:
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with suppress(ConnectionResetError):
+                    await asyncio.to_thread(stranger.recv, 100)  # until it is closed
+        lines = [record.getMessage() for record in caplog.records if "refused" in record.message]
+        assert len(lines) == 2
+        assert "closed before a handshake" in lines[0]
 
     run(test)
 
@@ -234,5 +259,5 @@ def test_corrupt_messages_of_a_worker_are_logged_and_dropped(caplog: pytest.LogC
 
 
 def test_a_short_secret_is_refused() -> None:
-    with pytest.raises(ValueError, match="the secret has 5 bytes; it needs at least 16"):
+    with pytest.raises(ValueError, match="QWENJAX_SECRET has 5 bytes; it needs at least 16"):
         Keys.of(b"short")

@@ -6,11 +6,15 @@ Who does not know the secret gets no message through; what is no message of ours
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
+import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import or_
 from typing import Any, Generic, TypeVar, cast
 
 import zmq
@@ -33,13 +37,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SECRET_VARIABLE = "QWENJAX_SECRET"
 _SHORTEST_SECRET = 16  # bytes
 _MAX_MESSAGE = 64 << 20  # bytes; the longest prompts with log-probabilities are a few MB
 _LINGER = 500  # ms that what was sent has to leave when a socket closes
 _QUEUE = 10_000  # messages to a peer that does not take them; more are dropped, and it is given up for its silence
 _AT_ONCE = 100  # messages that are read before others of the loop have their turn
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)  # as enums they cost more than what they are for
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_AUTH
+_EVENTS = functools.reduce(
+    or_, (zmq.Event.ACCEPTED, zmq.Event.CONNECTED, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, *_REFUSED)
+)
+_LINE_EVERY = 60.0  # seconds between two lines about connections that fail alike: who is refused tries on and on
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Keys:
     def of(cls, secret: bytes) -> Keys:
         """From a secret that router and workers share. Raises ValueError for one that is too short."""
         if len(secret) < _SHORTEST_SECRET:
-            raise ValueError(f"the secret has {len(secret)} bytes; it needs at least {_SHORTEST_SECRET}")
+            raise ValueError(f"{SECRET_VARIABLE} has {len(secret)} bytes; it needs at least {_SHORTEST_SECRET}")
         # Any 32 bytes are a private key of Curve25519 (RFC 7748).
         router, worker = (z85.encode(hashlib.sha256(side + b"\0" + secret).digest()) for side in (b"router", b"worker"))
         return cls(zmq.curve_public(router), router, zmq.curve_public(worker), worker)
@@ -87,7 +96,7 @@ class BoundSocket(Generic[T]):
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.router_secret, keys.router_public
         # A worker that comes back takes over the name of the connection that it lost.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._watch = asyncio.get_running_loop().create_task(_log_refusals(self._socket))
+        self._watch = _Refusals(self._socket, "refused a connection at")
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -130,7 +139,7 @@ class ConnectedSocket(Generic[T]):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._watch = asyncio.get_running_loop().create_task(_log_refusals(self._socket))
+        self._watch = _Refusals(self._socket, "no connection to")
         self._socket.connect(address)
 
     async def receive(self) -> T:
@@ -219,9 +228,39 @@ def _socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.Socket
     return socket
 
 
-async def _log_refusals(socket: zmq.Socket[bytes]) -> None:
-    """A line for each connection that fails the handshake: another protocol, or another secret."""
-    monitor = socket.get_monitor_socket(_REFUSED)
-    while True:
-        event: Any = await cast(Any, recv_monitor_message(monitor))
-        logger.warning("refused a connection at %s: handshake failed (%s)", event["endpoint"].decode(), event["event"])
+class _Refusals:
+    """Logs connections that do not get as far as messages: at most a line a minute for each way in which they fail."""
+
+    def __init__(self, socket: zmq.Socket[bytes], what: str) -> None:
+        """what: the line begins with, before the address."""
+        self._what = what
+        self._pending: list[int] = []  # descriptors of connections without a handshake
+        self._said: dict[str, tuple[float, int]] = {}  # when last, and how often since
+        self._task = asyncio.get_running_loop().create_task(self._watch(socket.get_monitor_socket(_EVENTS)))
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    async def _watch(self, monitor: Any) -> None:
+        while True:
+            found: Any = await cast(Any, recv_monitor_message(monitor))
+            event, value, endpoint = zmq.Event(found["event"]), found["value"], found["endpoint"].decode()
+            if event in (zmq.Event.ACCEPTED, zmq.Event.CONNECTED):
+                self._pending.append(value)
+            elif event is zmq.Event.HANDSHAKE_SUCCEEDED:  # without a descriptor; handshakes take a millisecond
+                del self._pending[-1:]
+            elif event in _REFUSED:
+                del self._pending[-1:]
+                self._log(endpoint, f"{event.name}; {SECRET_VARIABLE} may not be the same on both sides")
+            elif value in self._pending:
+                self._pending.remove(value)
+                self._log(endpoint, "closed before a handshake; the other side may speak another protocol")
+
+    def _log(self, endpoint: str, why: str) -> None:
+        now = time.monotonic()
+        last, count = self._said.get(why, (-math.inf, 0))
+        if now - last < _LINE_EVERY:
+            self._said[why] = last, count + 1
+            return
+        self._said[why] = now, 0
+        logger.warning("%s %s: %s%s", self._what, endpoint, why, f" ({count} more before)" if count else "")
