@@ -67,7 +67,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 )
         process = arguments.process or 0
         try:
-            run_worker(arguments.model, plan, deployment.address, read_secret(), arguments.revision, process)
+            where = deployment.address, read_secret(), arguments.revision
+            run_worker(arguments.model, plan, *where, process, arguments.grace)
         except RuntimeError as error:  # of GPU memory, transfers or other processes: as workers.process ends
             print(f"qwenjax serve: error: {plan.name}: {error}", file=sys.stderr)
             return 2

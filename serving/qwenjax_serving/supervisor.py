@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds before a worker that ended is started again
 _STDERR = 2  # standard output is the router's own: a line that says where it serves
 _STOP = 10.0  # seconds that workers have to end by themselves
+_GONE = 30.0  # seconds without the router, after which a worker that had joined it is started again
 
 
 class Supervisor:
@@ -59,14 +60,20 @@ class Supervisor:
         await _end([process for processes in self.processes.values() for process in processes])
 
     async def _keep(self, plan: WorkerPlan, joined: Callable[[str], bool]) -> None:
-        pause, ever_joined = _FIRST_PAUSE, False
+        pause, ever_joined, now = _FIRST_PAUSE, False, asyncio.get_running_loop().time
         while not self._stopping:
+            seen: float | None = None  # when this process was last known to the router
             processes = self.processes[plan.name] = await self._start(plan)
             ended = [asyncio.create_task(process.wait()) for process in processes]
             while not any(one.done() for one in ended):
                 await asyncio.wait(ended, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
-                if not any(one.done() for one in ended) and all(map(joined, plan.names)):
-                    pause, ever_joined = _FIRST_PAUSE, True
+                if any(one.done() for one in ended):
+                    break
+                if all(map(joined, plan.names)):
+                    pause, ever_joined, seen = _FIRST_PAUSE, True, now()
+                elif seen is not None and now() - seen > _GONE:
+                    logger.error("worker %s has been lost to the router for %.0f s: it is ended", plan.name, _GONE)
+                    await _end(processes)
             if self._stopping:
                 return
             status = next(one.result() for one in ended if one.done())

@@ -186,7 +186,7 @@ def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
             ["--config", "FILE", "--role", "decode", "--name", "prefill-0"],
             "makes it a prefill worker, not --role decode",
         ),
-        (["--config", "FILE", "--role", "decode"], "share a secret: set QWENJAX_SECRET"),
+        (["--config", "FILE", "--role", "decode", "--grace", "5"], "share a secret: set QWENJAX_SECRET"),
         (
             ["--config", "FILE", "--role", "decode", "--api-key", "k"],
             "--api-key has no effect with --role decode: the router serves HTTP",

@@ -73,3 +73,32 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
             running.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_a_worker_that_the_router_has_lost_is_started_again_and_one_that_has_not_joined_yet_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, seconds in {"_GONE": 0.2, "_FIRST_PAUSE": 0.05, "_STOP": 0.1}.items():
+        monkeypatch.setattr(supervisor_module, name, seconds)
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+    async def test() -> None:
+        supervisor = Supervisor("model", Path("file"), Deployment(PLANS[1:]), "address", b"secret")
+        supervisor._command = [sys.executable, "-c", program]
+        known = False
+        running = asyncio.create_task(supervisor.run(lambda name: known))
+        try:
+            await asyncio.sleep(1.5)  # three looks
+            (first,) = supervisor.processes["decode-0"]
+            assert first.returncode is None
+            known = True
+            await asyncio.sleep(1.1)
+            known = False
+            while supervisor.processes["decode-0"] == [first]:
+                await asyncio.sleep(0.05)
+            assert first.returncode == -9
+        finally:
+            await supervisor.stop()
+            running.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 40))

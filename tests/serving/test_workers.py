@@ -148,7 +148,7 @@ def bare(kind: type, engine: PlayedEngine, socket: PlayedSocket) -> Any:
     worker.name, worker.engine, worker._engine, worker._decode_engine = "worker", engine, engine, engine
     worker._socket, worker.staging, worker.transport = socket, Staging(), SimpleNamespace(failure=None)
     worker._number, worker._welcome, worker._heard, worker._said_hello = 1, True, 1e12, 0.0
-    worker._rejoining, worker._leaving, worker._tasks = None, None, set()
+    worker._rejoining, worker._leave_by, worker._tasks = None, None, set()
     worker._ended = asyncio.get_running_loop().create_future()
     worker._places, worker._dropping, worker._prompts, worker._grown, worker.peers = {}, set(), {}, [], None
     worker._limit, worker.transfer_timeout, worker._unwelcome = None, 0.01, ""
@@ -290,6 +290,25 @@ def test_reads_have_the_deadline_that_the_router_says() -> None:
             await asyncio.sleep(0.01)
         assert deadlines == [7.5]
         listening.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_worker_that_is_told_to_end_waits_for_what_runs_for_its_grace_and_no_longer_when_told_twice(
+    monkeypatch: pytest.MonkeyPatch, told: int
+) -> None:
+    monkeypatch.setattr(worker_module, "_BEAT", 0.01)
+
+    async def test() -> None:
+        worker, clock = bare(DecodeWorker, PlayedEngine(), PlayedSocket()), asyncio.get_running_loop().time
+        await worker.handle(Reserve(7, WORK))
+        begun = clock()
+        for _ in range(told):
+            worker.leave(0.3)
+        await worker._beat()
+        assert (clock() - begun > 0.25) == (told == 1)
+        assert worker.num_held == 1
 
     asyncio.run(asyncio.wait_for(test(), 20))
 
@@ -489,13 +508,12 @@ def test_a_follower_that_cannot_say_what_it_has_done_ends() -> None:
 def test_a_follower_that_is_told_to_end_does_so_though_the_first_process_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower_module, "LEAVE", 0)
     monkeypatch.setattr(follower_module, "_LEAVE_LATER", 0.02)
 
     async def test() -> None:
         follower: Any = Follower.__new__(Follower)
         follower._ended = asyncio.get_running_loop().create_future()
-        follower.leave()
+        follower.leave(0)
         assert not follower._ended.done()
         with pytest.raises(TimeoutError, match="process 0 has not ended"):
             await follower._ended

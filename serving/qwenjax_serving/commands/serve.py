@@ -219,11 +219,11 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_no_http_arguments(arguments: argparse.Namespace, role: str) -> None:
-    """Raises ValueError for options of the front end, which a worker does not have."""
+    """Raises ValueError for options of the front end, which a worker does not have, but for the grace."""
     parser = argparse.ArgumentParser()
     add_http_arguments(parser)
     for name, default in vars(parser.parse_args([])).items():
-        if getattr(arguments, name) != default:
+        if name != "grace" and getattr(arguments, name) != default:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --role {role}: the router serves HTTP")
 
 

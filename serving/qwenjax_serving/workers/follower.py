@@ -22,7 +22,7 @@ from qwenjax_serving.protocol.sockets import ConnectedSocket
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
 from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.workers.peers import ADDRESS_KEY, BEAT
-from qwenjax_serving.workers.worker import LEAVE, make_staging
+from qwenjax_serving.workers.worker import GRACE, make_staging
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,11 @@ class Follower:
         else:
             self._ended.set_exception(error)
 
-    def leave(self) -> None:
-        """Ends with an error, unless the first process, which is told to end too, ends this one meanwhile."""
-        error = TimeoutError(f"told to end {LEAVE + _LEAVE_LATER:g} s ago, and process 0 has not ended")
-        asyncio.get_running_loop().call_later(LEAVE + _LEAVE_LATER, self._end, error)
+    def leave(self, grace: float = GRACE) -> None:
+        """Ends with an error, unless the first process, which is told to end too, ends this one meanwhile. grace: see
+        Worker."""
+        error = TimeoutError(f"told to end {grace + _LEAVE_LATER:g} s ago, and process 0 has not ended")
+        asyncio.get_running_loop().call_later(grace + _LEAVE_LATER, self._end, error)
 
     async def _watch(self) -> None:
         """Says that the process lives, and ends it where its transport has failed, which may be while nothing is

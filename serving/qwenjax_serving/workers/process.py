@@ -34,7 +34,7 @@ from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.follower import Follower
 from qwenjax_serving.workers.prefill import PrefillWorker
-from qwenjax_serving.workers.worker import Worker, staging_slots
+from qwenjax_serving.workers.worker import GRACE, Worker, staging_slots
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_worker(
-    model: str, plan: WorkerPlan, address: str, secret: bytes, revision: str | None = None, process: int = 0
+    model: str,
+    plan: WorkerPlan,
+    address: str,
+    secret: bytes,
+    revision: str | None = None,
+    process: int = 0,
+    grace: float = GRACE,
 ) -> None:
     """Loads and compiles, and works until it is told to end. process: which of the worker's this is; those after the
-    first end with it. Raises ValueError for what cannot be built."""
+    first end with it. grace: seconds that what runs has when it is told to end. Raises ValueError for what cannot be
+    built."""
     if parent := os.environ.get(PARENT_VARIABLE):
         _end_with(int(parent))
     if not 0 <= process < plan.processes:
@@ -65,15 +72,15 @@ def run_worker(
         folder = resolve(model, revision)
         fingerprint = "" if process else checkpoint_fingerprint(folder)
         if plan.role == "both":
-            asyncio.run(_work(_both_workers(plan, folder, fingerprint, address, secret)))
+            asyncio.run(_work(_both_workers(plan, folder, fingerprint, address, secret), grace))
             return
         kind: type[PrefillEngine] | type[DecodeEngine] = PrefillEngine if plan.role == "prefill" else DecodeEngine
         landing = _landing_pages(plan) if kind is DecodeEngine else None
         engine = build_engine(folder, kind, landing_pages=landing, **plan.options)
         if process:
-            asyncio.run(_follow(plan, engine, secret))
+            asyncio.run(_follow(plan, engine, secret, grace))
         else:
-            asyncio.run(_work([partial(_worker, plan, engine, fingerprint, address, secret)]))
+            asyncio.run(_work([partial(_worker, plan, engine, fingerprint, address, secret)], grace))
     except Exception as error:
         if plan.processes == 1:
             raise
@@ -182,13 +189,13 @@ def _worker(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, *arguments: 
     return DecodeWorker(plan.name, engine, *common, min_tokens_per_second=plan.min_tokens_per_second)
 
 
-async def _work(make: Iterable[Callable[[], Worker]]) -> None:
+async def _work(make: Iterable[Callable[[], Worker]], grace: float) -> None:
     """Until all workers end, or one with an error."""
     workers = [one() for one in make]
 
     def leave() -> None:
         for worker in workers:
-            worker.leave()
+            worker.leave(grace)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave)
     running = [asyncio.create_task(worker.run()) for worker in workers]
@@ -200,9 +207,9 @@ async def _work(make: Iterable[Callable[[], Worker]]) -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _follow(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, secret: bytes) -> None:
+async def _follow(plan: WorkerPlan, engine: PrefillEngine | DecodeEngine, secret: bytes, grace: float) -> None:
     follower = Follower(plan.name, engine, secret, plan.staging_pages)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, follower.leave)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, follower.leave, grace)
     await follower.run()
 
 

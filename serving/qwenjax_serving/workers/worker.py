@@ -50,7 +50,7 @@ _ROUTER_SILENCE = 10.0  # seconds after which what runs for a router is let go
 # An H200 prefills 61,467 of Qwen3-30B-A3B's in a second (bench/results/engine-h200.md), and prompts hold their slots
 # until the decode worker has run with them: with fewer, where sequences are short, prefill would wait for slots.
 _TOKENS_IN_FLIGHT = 32_768
-LEAVE = 30.0  # seconds that what runs has when a worker is asked to end
+GRACE = 30.0  # seconds that what runs has by default when a worker is asked to end
 
 
 class Worker(ABC):
@@ -82,7 +82,7 @@ class Worker(ABC):
         self._unwelcome = ""  # why the router does not use it
         self._rejoining: asyncio.Task[None] | None = None  # lets go of what runs: no Hello before that is done
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leaving: float | None = None
+        self._leave_by: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._bytes_read, self._read_seconds = 0, 0.0
         self._read_times = [0] * (len(READ_TIMES) + 1)
@@ -252,7 +252,7 @@ class Worker(ABC):
             elif not self._welcome and self._rejoining is None and now - self._said_hello > _HELLO_AGAIN:
                 self._hello()
             self.send(self._status())
-            if self._leaving is not None and (not self.num_held or now - self._leaving > LEAVE):
+            if self._leave_by is not None and (not self.num_held or now > self._leave_by):
                 return
             await asyncio.sleep(_BEAT)
 
@@ -269,9 +269,10 @@ class Worker(ABC):
             self._engine.num_decode_calls,
         )
 
-    def leave(self) -> None:
-        """Takes no more work, and ends once there is none."""
-        self._leaving = time.monotonic()
+    def leave(self, grace: float = GRACE) -> None:
+        """Takes no more work, and ends once there is none, after `grace` seconds at the latest, and at once where it is
+        told a second time."""
+        self._leave_by = time.monotonic() + (grace if self._leave_by is None else 0.0)
         self.send(Leaving())
 
 
