@@ -159,11 +159,16 @@ def test_a_source_that_dies_ends_its_reads_and_no_others(sources: tuple[Source, 
 
     async def test(transport: NixlTransport, buffer: StagingBuffer) -> None:
         peers = [await transport.connect(each.metadata) for each in sources]
-        await transport.read(peers[1], all_of(dying.layout, buffer.layout), timeout=10)
-        np.testing.assert_array_equal(buffer.pages, dying.pages)
+        dying.process.send_signal(signal.SIGSTOP)  # so that the read is under way when it dies
+        reading = asyncio.create_task(transport.read(peers[1], all_of(dying.layout, buffer.layout), timeout=30))
+        await asyncio.sleep(0.2)
+        assert not reading.done()
         dying.process.kill()
         dying.process.wait()
-        with pytest.raises(TransferError, match=peers[1]):
+        with pytest.raises(TransferError, match=f"{peers[1]}(?!.*not done within)"):
+            await reading
+        assert not transport._reads
+        with pytest.raises(TransferError, match=peers[1]):  # one that begins when it is dead
             await transport.read(peers[1], all_of(dying.layout, buffer.layout), timeout=10)
         await transport.disconnect(peers[1])
         with pytest.raises(TransferError, match="connecting"):
