@@ -336,7 +336,8 @@ def test_a_hidden_state_of_half_a_number_ends_its_output_alone() -> None:
         await worker.handle(Admit(7, Grown(0, (5,), "", None, None, None, None), Handover(5, b"odd")))
         while worker.num_held:
             await asyncio.sleep(0.01)
-        assert "buffer size" in worker._socket.said[-1].reason
+        (failed,) = (message for message in worker._socket.said if isinstance(message, Failed))
+        assert "buffer size" in failed.reason
         assert not worker._ended.done()
 
     asyncio.run(asyncio.wait_for(test(), 20))
