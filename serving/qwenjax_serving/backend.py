@@ -10,6 +10,8 @@ from qwenjax.outputs import EngineStats, RequestOutput
 from qwenjax.sampling_params import SamplingParams
 from qwenjax.tokenizer import Tokenizer
 
+DEFAULT_QUEUE = 256  # sequences that may wait
+
 
 class Overloaded(Exception):
     """The queues are full. retry_after: seconds after which another try may find room."""

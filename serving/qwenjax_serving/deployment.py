@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,6 @@ from qwenjax.engine.build import EngineOptions
 from qwenjax_serving.protocol.messages import Role
 from qwenjax_serving.router.router import RouterSettings
 
-SECRET_VARIABLE = "QWENJAX_SECRET"
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _BOTH_KEYS = ("name", "env", "staging_pages", "share_device", *_ROLES)  # beside options
 _OF_WEIGHTS = ("dtype", "quantization", "activation_format", "revision")  # options that say what all have in memory
@@ -104,14 +103,6 @@ def read_deployment(path: Path) -> Deployment:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_secret() -> bytes:
-    """The secret that router and workers share, of the environment. Raises ValueError where there is none."""
-    secret = os.environ.get(SECRET_VARIABLE, "")
-    if not secret:
-        raise ValueError(f"router and workers that are started one by one share a secret: set {SECRET_VARIABLE}")
-    return secret.encode()
-
-
 def _deployment(found: dict[str, Any]) -> Deployment:
     _check_keys("the file", found, {"router", "engine", "prefill", "decode", "both"})
     router, engine = found.get("router", {}), found.get("engine", {})
@@ -120,7 +111,7 @@ def _deployment(found: dict[str, Any]) -> Deployment:
     _check_options("[engine]", engine)
     router = dict(router)
     address = router.pop("address", _LOOPBACK)
-    if not isinstance(address, str) or not address.startswith("tcp://"):
+    if not isinstance(address, str) or not re.fullmatch(r"tcp://.+:\d+", address):
         raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
     for name, value in router.items():
         if not _is_positive(value, numbers[name]):

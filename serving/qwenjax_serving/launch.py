@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from qwenjax_serving.api.server import bind
 from qwenjax_serving.backend import ServedModel
 from qwenjax_serving.commands import serve
 from qwenjax_serving.default_deployment import count_gpus, default_deployment
-from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment, read_secret
+from qwenjax_serving.deployment import Deployment, read_deployment
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE, read_secret
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.metrics import RouterCollector
 from qwenjax_serving.supervisor import Supervisor
@@ -34,12 +36,23 @@ logger = logging.getLogger(__name__)
 def run_deployment(arguments: argparse.Namespace) -> int:
     """Runs the role that the arguments name, by default all. Raises ValueError for bad input, OSError for an
     address, ChildProcessError among them for a worker that does not start."""
-    if arguments.config is None:
+    # Before it serves, as then: SIGTERM ends the workers and removes the file. Later the loop's handlers have it.
+    before = signal.signal(signal.SIGTERM, _stopped)
+    try:
+        if arguments.config is not None:
+            return _run(arguments)
+        text = _default_deployment(arguments)
         with tempfile.TemporaryDirectory(prefix="qwenjax-") as folder:
             arguments.config = Path(folder, "deployment.toml")  # workers read it too
-            arguments.config.write_text(_default_deployment(arguments), encoding="utf-8")
+            arguments.config.write_text(text, encoding="utf-8")
             return _run(arguments)
-    return _run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stopped(*_: object) -> None:
+    print("qwenjax: stopped", file=sys.stderr)
+    raise SystemExit(0)
 
 
 def _default_deployment(arguments: argparse.Namespace) -> str:
@@ -95,7 +108,10 @@ async def _serve(
 ) -> None:
     folder = resolve(arguments.model, arguments.revision)
     config = ModelConfig.from_folder(folder)
-    backend = RouterBackend(deployment.address, secret, config.vocab_size, deployment.settings)
+    try:
+        backend = RouterBackend(deployment.address, secret, config.vocab_size, deployment.settings)
+    except OSError as error:
+        raise OSError(f"{arguments.config}: [router] address: {error}") from error
     path = Path(arguments.config)
     supervisor = Supervisor(arguments.model, path, deployment, backend.address, secret, arguments.revision)
     watch = asyncio.create_task(supervisor.run(backend.knows)) if with_workers else None

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, WorkerPlan
+from qwenjax_serving.deployment import Deployment, WorkerPlan
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE
 from qwenjax_serving.workers.process import (
     ADDRESS_VARIABLE,
     COORDINATOR_VARIABLE,

@@ -21,7 +21,8 @@ from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.api.app import create_app
 from qwenjax_serving.api.server import bind, serve, url_of
 from qwenjax_serving.backend import ServedModel
-from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
+from qwenjax_serving.deployment import Deployment, read_deployment
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE
 from qwenjax_serving.router.backend import RouterBackend
 from qwenjax_serving.router.fleet import Worker
 from qwenjax_serving.router.metrics import RouterCollector

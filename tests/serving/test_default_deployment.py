@@ -15,7 +15,8 @@ from qwenjax_ffi.device_memory import DeviceMemoryError
 from qwenjax_serving import cli, launch
 from qwenjax_serving import default_deployment as module
 from qwenjax_serving.default_deployment import count_gpus, default_deployment
-from qwenjax_serving.deployment import SECRET_VARIABLE, Deployment, read_deployment
+from qwenjax_serving.deployment import Deployment, read_deployment
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE
 from qwenjax_serving.supervisor import Supervisor
 from tests.generation import write_folder
 from tests.helpers import tiny

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from qwenjax_serving.deployment import read_deployment
+from qwenjax_serving.router.router import RouterSettings
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "deployments").glob("*.toml"))
 BOTH = "[[prefill]]\n[[decode]]\n"
@@ -16,6 +19,14 @@ BOTH = "[[prefill]]\n[[decode]]\n"
 def test_the_files_in_configs_can_be_read(path: Path) -> None:
     workers = read_deployment(path).workers
     assert {each.role for worker in workers for each in worker.parts or [worker]} == {"prefill", "decode"}
+
+
+def test_the_documented_settings_of_the_router_are_those_that_there_are() -> None:
+    text = (FILES[0].parents[2] / "docs" / "disaggregation.md").read_text()
+    table = text[text.index("| setting | default |") :].partition("\n\n")[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.MULTILINE))
+    assert found.pop("address") == f'`"{read_deployment(FILES[0]).address}"`'
+    assert {name: float(value) for name, value in found.items()} == asdict(RouterSettings())
 
 
 def test_the_article_s_meshes() -> None:
@@ -71,6 +82,7 @@ def test_both_roles_in_one_process_are_two_workers_to_the_router(tmp_path: Path)
         (BOTH + "[router]\nworker_timeout = nan\n", "worker_timeout is nan; it is a number above 0"),
         (BOTH + "[router]\nmax_waiting = 1.5\n", "max_waiting is 1.5; it is a number above 0"),
         (BOTH + '[router]\naddress = "localhost"\n', "it is tcp://HOST:PORT"),
+        (BOTH + '[router]\naddress = "tcp://localhost"\n', "it is tcp://HOST:PORT"),
         (BOTH + "[engine]\npages = 3\n", r"\[engine\]: unknown \['pages'\]"),
         (BOTH + "[engine]\nnum_pages = true\n", "num_pages is True, of the wrong type"),
         (BOTH + '[engine]\nactivation_format = "fp7"\n', "activation_format is 'fp7', of the wrong type or none"),

@@ -16,6 +16,7 @@ from qwenjax_serving.protocol.messages import (
     Failed,
     Hello,
     Message,
+    MessageError,
     Offer,
     Ping,
     Prefill,
@@ -45,7 +46,11 @@ class PlayedRouter:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.tell: asyncio.Queue[ToWorker] = asyncio.Queue()
 
+    refused: type[Message] | None = None
+
     def send(self, message: Message) -> bool:
+        if type(message) is self.refused:
+            raise MessageError("too large")
         if not isinstance(message, Status):
             self.said.put_nowait(message)
         return True
@@ -130,6 +135,13 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         router.tell.put_nowait(Prefill(8, Work((1, 2), greedy(5), 0, None), 0))
         assert await router.said.get() == Failed(8, "as if it did not fit", refused=True)
         monkeypatch.undo()
+
+        # What it has to say of a prompt may be more than a message holds.
+        monkeypatch.setattr(router, "refused", Prefilled)
+        router.tell.put_nowait(Prefill(9, Work((1, 2), greedy(5), 0, None), 0))
+        while isinstance(said := await router.said.get(), Offer):
+            pass
+        assert said == Failed(9, "too large: ask for fewer prompt_logprobs, or of fewer tokens", refused=True)
         while worker.num_held:
             await asyncio.sleep(0.01)
         assert worker.staging.num_free == worker.staging.layout.num_slots

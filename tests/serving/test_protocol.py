@@ -22,6 +22,7 @@ from qwenjax.outputs import Logprob
 from qwenjax.sampling_params import SamplingParams
 from qwenjax_serving.protocol.messages import (
     VERSION,
+    Failed,
     Grown,
     Message,
     MessageError,
@@ -34,7 +35,8 @@ from qwenjax_serving.protocol.messages import (
     decode_to_worker,
     encode,
 )
-from qwenjax_serving.protocol.sockets import Keys, RouterSocket, WorkerSocket
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE, Keys, read_secret
+from qwenjax_serving.protocol.sockets import MAX_MESSAGE, RouterSocket, WorkerSocket
 
 SECRET = b"of sixteen bytes or more"
 PARAMS = SamplingParams(temperature=0.5, seed=2**64 - 1, stop=("a", "b"), logit_bias={7: -1.5}, max_tokens=None)
@@ -258,6 +260,31 @@ def test_corrupt_messages_of_a_worker_are_logged_and_dropped(caplog: pytest.LogC
     run(test)
 
 
-def test_a_short_secret_is_refused() -> None:
+def test_a_short_secret_is_refused_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(ValueError, match="QWENJAX_SECRET has 5 bytes; it needs at least 16"):
-        Keys.of(b"short")
+        read_secret()
+
+
+def test_a_message_that_the_router_would_not_take_is_an_error_and_others_get_through() -> None:
+    async def test(router: RouterSocket) -> None:
+        worker = WorkerSocket(router.address, SECRET, "worker")
+        try:
+            while not worker.send(Taken(1, 2, 3)):
+                await asyncio.sleep(0.01)
+            with pytest.raises(MessageError, match=r"a Failed of 67,\d+,\d+ bytes; there is room for 67,108,864"):
+                worker.send(Failed(1, "x" * MAX_MESSAGE))
+            assert worker.send(Taken(4, 5, 6))
+            assert [(await router.receive())[1] for _ in range(2)] == [Taken(1, 2, 3), Taken(4, 5, 6)]
+        finally:
+            await worker.close()
+
+    run(test)
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    async def test(router: RouterSocket) -> None:
+        with pytest.raises(OSError, match=f"cannot listen at {router.address}: Address already in use"):
+            RouterSocket(router.address, SECRET)
+
+    run(test)

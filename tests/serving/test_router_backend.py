@@ -15,6 +15,7 @@ from qwenjax_serving.backend import BackendError, Overloaded, ServedModel
 from qwenjax_serving.protocol.messages import (
     Admit,
     Failed,
+    Goodbye,
     Grown,
     Handover,
     Hello,
@@ -186,6 +187,20 @@ def test_what_can_never_run_is_refused_and_what_a_worker_refuses_is_an_error(fol
             await collect(backend, greedy(4))
 
     run(test, folder)
+
+
+def test_outputs_that_waited_for_a_worker_in_vain_are_told_to_come_back(folder: Path) -> None:
+    async def test(backend: RouterBackend, prefill: Played, decode: Played) -> None:
+        prefill.holds = True
+        asking = asyncio.create_task(collect(backend, greedy(4)))
+        while not decode.works:
+            await asyncio.sleep(0.01)
+        decode.socket.send(Goodbye())
+        with pytest.raises(Overloaded, match="there is no decode worker; it is expected back") as error:
+            await asking
+        assert error.value.retry_after == 5
+
+    run(test, folder, RouterSettings(absence_timeout=0.3))
 
 
 def test_figures_of_workers_are_shown(folder: Path) -> None:

@@ -23,11 +23,10 @@ from qwenjax.engine.engine import Engine
 from qwenjax.llm import default_sampling_params
 from qwenjax_serving.api.app import Settings, create_app
 from qwenjax_serving.api.server import bind, serve, url_of
-from qwenjax_serving.backend import Backend, BackendError, ServedModel
+from qwenjax_serving.backend import DEFAULT_QUEUE, Backend, BackendError, ServedModel
 from qwenjax_serving.commands.model_arguments import add_model_arguments
 from qwenjax_serving.engine_backend import EngineBackend
 
-_DEFAULT_QUEUE = 256
 _LOOK = 0.5  # seconds between two looks at whether the backend has failed
 
 
@@ -94,7 +93,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, metavar="N", help="0 for any that is free (default %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: MODEL)")
     add("--api-key", default=os.environ.get("QWENJAX_API_KEY"), help="that requests must bear (or $QWENJAX_API_KEY)")
-    add("--max-queue", type=int, default=_DEFAULT_QUEUE, metavar="N", help="sequences that may wait before 503")
+    add("--max-queue", type=int, default=DEFAULT_QUEUE, metavar="N", help="sequences that may wait before 503")
     add("--max-concurrent-requests", type=int, default=1024, metavar="N", help="likewise for requests (default 1024)")
     add("--max-body-mib", type=float, default=4.0, metavar="N", help="largest body of a request (default %(default)s)")
     add("--grace", type=int, default=30, metavar="S", help="seconds that SIGTERM leaves what runs (default 30)")
@@ -200,7 +199,7 @@ def check_deployment_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError("--colocated has no effect with --config: the file says which workers there are")
     given = engine_options(arguments)
     given |= {name: 0 for name in ("data_parallel", "model_parallel") if getattr(arguments, name) is not None}
-    given |= {"max_queue": 0} if arguments.max_queue != _DEFAULT_QUEUE else {}
+    given |= {"max_queue": 0} if arguments.max_queue != DEFAULT_QUEUE else {}
     for name in given:
         option, table = "--" + name.replace("_", "-"), "[router]" if name == "max_queue" else "[engine]"
         raise ValueError(f"{option} has no effect with --config: the file's {table} says it")

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import or_
 from typing import Any, Generic, TypeVar, cast
 
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from qwenjax_serving.protocol.messages import (
@@ -32,14 +29,13 @@ from qwenjax_serving.protocol.messages import (
     decode_to_worker,
     encode,
 )
+from qwenjax_serving.protocol.secret import SECRET_VARIABLE, Keys
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SECRET_VARIABLE = "QWENJAX_SECRET"
-_SHORTEST_SECRET = 16  # bytes
-_MAX_MESSAGE = 64 << 20  # bytes; the longest prompts with log-probabilities are a few MB
+MAX_MESSAGE = 64 << 20  # bytes; 20 log-probabilities of each prompt token are about 1,100
 _LINGER = 500  # ms that what was sent has to leave when a socket closes
 _QUEUE = 10_000  # messages to a peer that does not take them; more are dropped, and it is given up for its silence
 _AT_ONCE = 100  # messages that are read before others of the loop have their turn
@@ -49,25 +45,6 @@ _EVENTS = functools.reduce(
     or_, (zmq.Event.ACCEPTED, zmq.Event.CONNECTED, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, *_REFUSED)
 )
 _LINE_EVERY = 60.0  # seconds between two lines about connections that fail alike: who is refused tries on and on
-
-
-@dataclass(frozen=True)
-class Keys:
-    """CURVE keys, in Z85: of the router, and of all workers together."""
-
-    router_public: bytes
-    router_secret: bytes
-    worker_public: bytes
-    worker_secret: bytes
-
-    @classmethod
-    def of(cls, secret: bytes) -> Keys:
-        """From a secret that router and workers share. Raises ValueError for one that is too short."""
-        if len(secret) < _SHORTEST_SECRET:
-            raise ValueError(f"{SECRET_VARIABLE} has {len(secret)} bytes; it needs at least {_SHORTEST_SECRET}")
-        # Any 32 bytes are a private key of Curve25519 (RFC 7748).
-        router, worker = (z85.encode(hashlib.sha256(side + b"\0" + secret).digest()) for side in (b"router", b"worker"))
-        return cls(zmq.curve_public(router), router, zmq.curve_public(worker), worker)
 
 
 class _AllowWorkers:
@@ -84,7 +61,8 @@ class BoundSocket(Generic[T]):
     """The end that listens. Made on an asyncio loop; `address` is what it is bound to."""
 
     def __init__(self, address: str, secret: bytes, decode: Callable[[bytes], T]) -> None:
-        """address: "tcp://127.0.0.1:0" for any free port. decode: of what may come."""
+        """address: "tcp://127.0.0.1:0" for any free port. decode: of what may come. Raises OSError, with the
+        address."""
         keys, self._decode = Keys.of(secret), decode
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
@@ -97,7 +75,13 @@ class BoundSocket(Generic[T]):
         # A worker that comes back takes over the name of the connection that it lost.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._watch = _Refusals(self._socket, "refused a connection at")
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._watch.cancel()
+            self._authenticator.stop()
+            self._context.destroy(linger=0)
+            raise OSError(f"cannot listen at {address}: {error}") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> tuple[bytes, T]:
@@ -154,9 +138,12 @@ class ConnectedSocket(Generic[T]):
                 logger.warning("refused a message: %s", error)
 
     def send(self, message: Message) -> bool:
-        """Whether there was a router to send to."""
+        """Whether there was a router to send to. Raises MessageError for what no router would take."""
+        data = encode(message)
+        if len(data) > MAX_MESSAGE:  # the router would close the connection
+            raise MessageError(f"a {type(message).__name__} of {len(data):,} bytes; there is room for {MAX_MESSAGE:,}")
         try:
-            self._socket.send(encode(message), flags=_DONTWAIT)
+            self._socket.send(data, flags=_DONTWAIT)
         except zmq.Again:
             return False
         finally:
@@ -222,7 +209,7 @@ class _Inbox:
 def _socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = cast(Any, context).socket(kind, socket_class=zmq.Socket)
     socket.setsockopt(zmq.IPV6, "[" in address)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
     return socket

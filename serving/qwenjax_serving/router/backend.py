@@ -20,6 +20,7 @@ from qwenjax_serving.router.router import Output, Router, RouterSettings
 logger = logging.getLogger(__name__)
 
 _TICK = 0.25  # seconds
+_RETRY_AFTER = 5.0  # seconds after which a worker that is missing may be back
 
 
 class RouterBackend:
@@ -93,7 +94,7 @@ class RouterBackend:
         if params.n > self.settings.max_waiting:
             raise ValueError(f"n is {params.n}; at most {self.settings.max_waiting} outputs wait at a time")
         if not self.router.ready:
-            raise Overloaded("workers are missing; they are expected back", retry_after=5.0)
+            raise Overloaded("workers are missing; they are expected back", retry_after=_RETRY_AFTER)
         if len(self.router.waiting) + params.n > self.settings.max_waiting:
             raise Overloaded(f"{len(self.router.waiting)} outputs wait, of at most {self.settings.max_waiting}")
         ids = tuple(int(token) for token in prompt_token_ids)
@@ -117,6 +118,8 @@ class RouterBackend:
                 await request.changed.wait()
                 request.changed.clear()
                 if request.error is not None:
+                    if any(output.again for output in request.outputs):
+                        raise Overloaded(f"{request.error}; it is expected back", retry_after=_RETRY_AFTER)
                     raise BackendError(request.error)
                 result = request.result()
                 yield result

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from qwenjax_serving.backend import DEFAULT_QUEUE
 from qwenjax_serving.protocol.messages import (
     Admit,
     Failed,
@@ -64,7 +65,7 @@ class RouterSettings:
     transfer_timeout: float = 10.0
     progress_timeout: float = 120.0
     absence_timeout: float = 30.0
-    max_waiting: int = 1024
+    max_waiting: int = DEFAULT_QUEUE
     prefill_queue_tokens: int = 8192
     max_attempts: int = 3
 
@@ -92,6 +93,7 @@ class Output:
     num_tokens: int = 0  # given to `grown`
     first_token: int | None = None
     scheduled: float | None = None  # when it was first given to a prefill worker
+    again: bool = False  # whether it failed for want of workers alone: another try later may succeed
     absent_since: float | None = None  # when there was no worker any more that could run it
 
     @property
@@ -196,6 +198,7 @@ class Router:
             elif output.absent_since is None:
                 output.absent_since = now
             elif now - output.absent_since > self.settings.absence_timeout:
+                output.again = True
                 self._fail(output, f"there is no {missing}")
         self._dispatch(now)
 

@@ -16,7 +16,18 @@ import numpy as np
 
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages, StagedPart
 from qwenjax.outputs import RequestOutput
-from qwenjax_serving.protocol.messages import Halt, Handover, Offer, Prefill, Prefilled, Release, Role, Serve, ToWorker
+from qwenjax_serving.protocol.messages import (
+    Halt,
+    Handover,
+    MessageError,
+    Offer,
+    Prefill,
+    Prefilled,
+    Release,
+    Role,
+    Serve,
+    ToWorker,
+)
 from qwenjax_serving.workers.growth import Growth
 from qwenjax_serving.workers.worker import Worker
 
@@ -142,7 +153,11 @@ class PrefillWorker(Worker):
         handover = None if first.finished else Handover(first.token_ids[0], state)
         prompt_logprobs = None if output.prompt_logprobs is None else tuple(output.prompt_logprobs)
         grown = Growth().of(first, output.speculation)
-        self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
+        try:
+            self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
+        except MessageError as error:
+            self.fail(message.ticket, f"{error}: ask for fewer prompt_logprobs, or of fewer tokens", refused=True)
+            self.background(self._drop(request_id))
 
     async def _halt(self, request_id: str) -> None:
         """Runs no more of a prompt; its slots stay as they are."""

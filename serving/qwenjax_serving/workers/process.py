@@ -29,7 +29,8 @@ from qwenjax.engine.config import EngineConfig
 from qwenjax.engine.decode_engine import DecodeEngine
 from qwenjax.engine.prefill_engine import PrefillEngine
 from qwenjax.mesh import MeshError
-from qwenjax_serving.deployment import WorkerPlan, read_deployment, read_secret
+from qwenjax_serving.deployment import WorkerPlan, read_deployment
+from qwenjax_serving.protocol.secret import read_secret
 from qwenjax_serving.transfer.local_transport import LocalTransport
 from qwenjax_serving.workers.decode import DecodeWorker
 from qwenjax_serving.workers.follower import Follower
