@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def run_deployment(arguments: argparse.Namespace) -> int:
     """Runs the role that the arguments name, by default all. Raises ValueError for bad input, OSError for an
     address, ChildProcessError among them for a worker that does not start."""
-    # Before it serves, as then: SIGTERM ends the workers and removes the file. Later the loop's handlers have it.
+    # Before it serves, as then: SIGTERM ends the workers and removes the file. While a loop runs that has handlers.
     before = signal.signal(signal.SIGTERM, _stopped)
     try:
         if arguments.config is not None:
@@ -116,8 +116,15 @@ async def _serve(
     supervisor = Supervisor(arguments.model, path, deployment, backend.address, secret, arguments.revision)
     watch = asyncio.create_task(supervisor.run(backend.knows)) if with_workers else None
     ready = asyncio.create_task(backend.wait_for(deployment.names if with_workers else []))
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    stopped = asyncio.create_task(told.wait())
     try:
-        await asyncio.wait([ready] if watch is None else [ready, watch], return_when=asyncio.FIRST_COMPLETED)
+        awaited = [ready, stopped] if watch is None else [ready, stopped, watch]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if told.is_set():
+            print("qwenjax: stopped", file=sys.stderr)
+            return
         if watch is not None and watch.done():
             watch.result()
         if watch is not None:
@@ -132,6 +139,7 @@ async def _serve(
         await serve.serve_backend(arguments, backend, bound, [RouterCollector(backend.router)])
     finally:
         ready.cancel()
+        stopped.cancel()
         await backend.aclose()  # a second time where it has served
         if watch is not None:
             await supervisor.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from qwenjax import LLM
-from qwenjax_serving import cli
+from qwenjax_serving import cli, launch
 from tests.conftest import FAKE_CPU_DEVICES
 from tests.generation import greedy
 from tests.qwenjax.engine.test_handover import SIZES as ENGINE
@@ -167,6 +168,46 @@ def test_workers_outlive_a_router_that_is_killed_and_work_for_the_next(
                 assert metrics[f'qwenjax:free_pages{{engine="{name}",model_name="small",rank="0"}}'] == 64
             assert metrics["qwenjax:router_lost_workers_total"] == 0
         assert (prefill.poll(), decode.poll()) == (None, None)
+
+
+@pytest.mark.slow
+def test_sigterm_while_workers_load_ends_them_with_status_0_and_leaves_nothing(
+    head_folder: Path, tmp_path: Path
+) -> None:
+    with serving(head_folder, "--port", "0", TMPDIR=str(tmp_path)) as process:
+        deadline = time.monotonic() + 60
+        while len(workers := children(process.pid)) < 2 or not list(tmp_path.glob("qwenjax-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        assert not list(tmp_path.glob("qwenjax-*"))
+        assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_sigterm_before_a_server_is_ready_removes_its_file_and_is_status_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = list[Path]()
+
+    def run(arguments: argparse.Namespace) -> int:
+        files.append(arguments.config)
+        assert files[0].exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        return 1
+
+    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "_default_deployment", lambda _: "")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "model"])
+    assert ended.value.code == 0
+    assert not files[0].exists()
+    assert capsys.readouterr().err == "qwenjax: stopped\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
