@@ -72,6 +72,24 @@ class ChatTemplate:
             raise ValueError(f"chat template: {error}") from error
 
 
+def message_text(content: Any) -> str:
+    """A message's content as one string: the text parts of a list, a line each, as vLLM joins them.
+
+    Raises ValueError for parts that are no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("content is neither text nor a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content has a part of type {kind!r}; parts are text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
 def _plain(name: str, value: Any) -> Any:
     """A copy of `value` in JSON's types: objects of others have methods that the sandbox knows nothing of."""
     if value is None or type(value) in (str, bool, int, float):

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 from tqdm import tqdm
 
+from qwenjax.chat_template import message_text
 from qwenjax.checkpoint.resolve import resolve
-from qwenjax.engine.build import EngineOptions, build_engine
+from qwenjax.engine.build import EngineOptions, build_engine, check_options
 from qwenjax.logits import sequence_logits
 from qwenjax.outputs import RequestOutput, SpeculationStats
 from qwenjax.sampling_params import SamplingParams
+from qwenjax.tokenizer import read_json
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+# What generation_config.json says of sampling, and what else Qwen's files hold.
+_SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+_NO_SETTINGS = {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 
 
 class LLM:
@@ -36,9 +45,11 @@ class LLM:
 
         Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out.
         """
-        self._engine = build_engine(model, **options)
+        check_options(options)
+        folder = resolve(model, options.pop("revision", None))
+        self._default_sampling_params = default_sampling_params(folder)  # first: weights take minutes to read
+        self._engine = build_engine(folder, **options)
         self.tokenizer, self.model, self.config = self._engine.tokenizer, self._engine.model, self._engine.config
-        self._default_sampling_params = default_sampling_params(resolve(model, options.get("revision")))
         self._calls = itertools.count()
         self._arrived: dict[str, RequestOutput] = {}
 
@@ -85,6 +96,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """generate on one conversation or several, rendered by the checkpoint's chat template.
 
+        A message's content is text, or a list of parts {"type": "text", "text": ...}, a line each.
         chat_template_kwargs reach the template: {"enable_thinking": False}. Raises ValueError for what the template
         refuses, and as generate does.
         """
@@ -105,12 +117,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
         """The token ids that `chat` would complete, for `stream`."""
-        if not messages:
-            raise ValueError("messages is empty; it holds at least one message")
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(f"messages is {messages!r}; it is a list of at least one message, or of conversations")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [
             self.tokenizer.apply_chat_template(
-                conversation, tools, add_generation_prompt, **(chat_template_kwargs or {})
+                _with_text(conversation), tools, add_generation_prompt, **(chat_template_kwargs or {})
             )
             for conversation in conversations
         ]
@@ -137,20 +149,26 @@ class LLM:
         several = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self._default_sampling_params] * len(several)
-        else:
+        elif isinstance(sampling_params, list | tuple):
             params = list(sampling_params)
+        else:
+            kind = type(sampling_params).__name__
+            raise ValueError(f"sampling_params is a {kind}; it is SamplingParams, or a list of them")
         if len(params) != len(several):
             raise ValueError(f"sampling_params holds {len(params)} items for {len(several)} prompts")
         for place, (prompt, own) in enumerate(zip(several, params, strict=True)):
-            if not isinstance(prompt, str | Sequence | np.ndarray):
-                raise ValueError(f"prompt {place} is a {type(prompt).__name__}; it is text or token ids")
+            if not _is_prompt(prompt):
+                raise ValueError(f"prompts[{place}] is a {type(prompt).__name__}; it is text or token ids")
             if not isinstance(own, SamplingParams):
                 raise ValueError(f"sampling_params holds a {type(own).__name__}; it holds SamplingParams")
         call, requests = next(self._calls), []
         for index, (prompt, own) in enumerate(zip(several, params, strict=True)):
             text = prompt if isinstance(prompt, str) else None
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            self._engine.check(ids, own)
+            try:
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                self._engine.check(ids, own)
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}" if len(several) > 1 else error) from None
             requests.append((f"{call}-{index}", ids, own, text))
         for request in requests:
             self._engine.add_request(*request)
@@ -191,21 +209,44 @@ def prompt_index(output: RequestOutput) -> int:
 def default_sampling_params(folder: Path) -> SamplingParams:
     """What LLM.get_default_sampling_params gives for a checkpoint folder. Raises ValueError for a bad setting."""
     path = folder / "generation_config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    settings = {name: found[name] for name in names if found.get(name) is not None}
+    found = {name: value for name, value in read_json(path).items() if value is not None}
+    settings = {name: found[name] for name in _SETTINGS if name in found}
     if found.get("do_sample") is False:
         settings["temperature"] = 0.0
+    if unknown := sorted(found.keys() - _SETTINGS - _NO_SETTINGS):
+        logger.warning("%s has settings that qwenjax leaves out: %s", path, ", ".join(unknown))
     try:
         return SamplingParams(**settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
+def _with_text(conversation: Any) -> Any:
+    """The conversation with every message's content as one string. What is no conversation the template refuses."""
+    if not isinstance(conversation, list | tuple):
+        return conversation
+    messages = []
+    for place, message in enumerate(conversation):
+        if isinstance(message, Mapping) and message.get("content") is not None:
+            try:
+                message = {**message, "content": message_text(message["content"])}
+            except ValueError as error:
+                raise ValueError(f"messages[{place}].{error}") from None
+        messages.append(message)
+    return messages
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list: a list of numbers is one prompt of token ids."""
-    if not isinstance(prompts, str | Sequence | np.ndarray):
+    if not _is_prompt(prompts):
         raise ValueError(f"prompts is a {type(prompts).__name__}; it is text, token ids, or a list of such")
-    if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str | Sequence | np.ndarray)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Number)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether a value is text or a row of items; bytes would be a row of ids to Python, and are neither."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, str | Sequence) and not isinstance(value, bytes | bytearray | memoryview)

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import decoders
 
 from qwenjax.chat_template import ChatTemplate
+from qwenjax.text_files import read_text
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder of templates beside the default one
@@ -64,17 +65,17 @@ class Tokenizer:
         """Reads tokenizer.json and, where there, tokenizer_config.json, generation_config.json, config.json,
         chat_template.jinja and additional_chat_templates/*.jinja. Layouts of transformers 4 and 5.
 
-        Raises FileNotFoundError without tokenizer.json, ValueError for files that cannot be read or used.
+        Raises ValueError, with the file's name, for files that are missing or cannot be used.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; qwenjax reads tokenizers in that form")
+            raise ValueError(f"{path}: no such file; qwenjax reads tokenizers in that form")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
             raise ValueError(f"{path}: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         special_tokens = {name: _content(config[name]) for name in _NAMED_SPECIAL_TOKENS if config.get(name)}
         eos_token_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = _eos_ids(folder) or ([] if eos_token_id is None else [eos_token_id])
@@ -195,13 +196,13 @@ def _token_bytes(token: str) -> bytes:
     return token.encode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty where there is no file."""
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: holds a {type(data).__name__}; it holds an object")
@@ -227,7 +228,7 @@ def _extra_special_tokens(config: Mapping[str, Any]) -> list[str]:
 def _eos_ids(folder: Path) -> list[int]:
     """generation_config.json's eos_token_id, an id or a list; config.json's where the former has none."""
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = read_json(folder / name).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -243,7 +244,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: read_text(path) for name, path in files.items()}
     template = config.get("chat_template")
     if template is None:
         return {}

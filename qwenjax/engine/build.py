@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from types import NoneType
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_origin, get_type_hints, overload
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +75,7 @@ class EngineOptions(TypedDict, total=False):
     progress: bool
 
 
-_DEFAULTS: EngineOptions = {
+DEFAULT_OPTIONS: EngineOptions = {
     "data_parallel": 1,
     "model_parallel": 1,
     "dtype": "auto",
@@ -130,34 +132,18 @@ def build_engine(
     Raises ConfigError, CheckpointError, MeshError or ValueError, each a ValueError that names the way out; TypeError
     for an option that there is not.
     """
-    if unknown := set(options) - set(_DEFAULTS):
-        raise TypeError(f"unknown options {sorted(unknown)}; there are {sorted(_DEFAULTS)}")
-    asked: EngineOptions = {**_DEFAULTS, **options}
-    dtype, max_model_len, num_pages = asked["dtype"], asked["max_model_len"], asked["num_pages"]
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it may be 'auto', {', '.join(map(repr, DTYPES))}")
+    check_options(options)
+    asked: EngineOptions = {**DEFAULT_OPTIONS, **options}
+    dtype, num_pages = asked["dtype"], asked["num_pages"]
     folder = resolve(model, asked["revision"])
     config = ModelConfig.from_folder(folder)
-    longest = config.max_position_embeddings
-    if max_model_len is not None and not 1 < max_model_len <= longest:
-        raise ValueError(f"max_model_len is {max_model_len}; the model's max_position_embeddings is {longest}")
+    check_max_model_len(asked["max_model_len"], config)
     tokenizer = Tokenizer.from_folder(folder)
     mesh = make_mesh(asked["data_parallel"], asked["model_parallel"], devices)
     if loaded is not None and loaded.mesh != mesh:
         raise ValueError(f"the weights are on {loaded.mesh}, and the engine's mesh is {mesh}")
     check_processes(mesh, jax.process_count())
-    batched = asked["max_num_batched_tokens"]
-    sizes = EngineConfig(  # here, so that bad ones are refused before the weights are read
-        max_model_len=longest if max_model_len is None else max_model_len,
-        max_num_seqs=asked["max_num_seqs"],
-        num_pages=1 if num_pages is None else num_pages,
-        page_size=asked["page_size"],
-        max_num_batched_tokens=_BATCHED_TOKENS[_platform(mesh)] if batched is None else batched,
-        num_steps=asked["num_steps"],
-        num_speculative_tokens=asked["num_speculative_tokens"] or 0,
-        speculation_max_batch=asked["speculation_max_batch"],
-        prefix_caching=asked["enable_prefix_caching"],
-    )
+    sizes = _sizes(asked, config.max_position_embeddings, _platform(mesh))
     num_drafts = _num_drafts(folder, config, asked["num_speculative_tokens"], _platform(mesh))
     own_dtype = None if dtype == "auto" else DTYPES[dtype]
     if loaded is None:
@@ -184,6 +170,69 @@ def build_engine(
     engine = kind(loaded, tokenizer, replace(sizes, num_pages=num_pages, num_speculative_tokens=num_drafts))
     engine.warm_up(asked["progress"])
     return engine
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the option, its value and its limit, for what no model allows; TypeError for an option
+    that there is not."""
+    if unknown := set(options) - set(DEFAULT_OPTIONS):
+        raise TypeError(f"unknown options {sorted(unknown)}; there are {sorted(DEFAULT_OPTIONS)}")
+    hints = get_type_hints(EngineOptions)
+    for name, value in options.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{name} is {value!r}; it is {_written(hints[name])}")
+    asked: EngineOptions = {**DEFAULT_OPTIONS, **options}  # type: ignore[typeddict-item]
+    for name, known in (("dtype", ("auto", *DTYPES)), ("quantization", (None, "mxfp8"))):
+        if (value := options.get(name, known[0])) not in known:
+            raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, known))}")
+    for name in ("data_parallel", "model_parallel"):
+        if options.get(name, 1) < 1:
+            raise ValueError(f"{name} is {options[name]}; it must be at least 1")
+    _sizes(asked, 1, "cpu")
+
+
+def check_max_model_len(max_model_len: int | None, config: ModelConfig) -> None:
+    """Raises ValueError for a context that the model does not have."""
+    longest = config.max_position_embeddings
+    if max_model_len is not None and not 2 <= max_model_len <= longest:
+        raise ValueError(f"max_model_len is {max_model_len}; it is 2 to {longest}, the model's max_position_embeddings")
+
+
+def _sizes(asked: EngineOptions, longest: int, platform: str) -> EngineConfig:
+    """The engine's, but for pages that depend on the memory and drafts that depend on the checkpoint."""
+    max_model_len, num_pages = asked["max_model_len"], asked["num_pages"]
+    batched = asked["max_num_batched_tokens"]
+    return EngineConfig(
+        max_model_len=longest if max_model_len is None else max_model_len,
+        max_num_seqs=asked["max_num_seqs"],
+        num_pages=1 if num_pages is None else num_pages,
+        page_size=asked["page_size"],
+        max_num_batched_tokens=_BATCHED_TOKENS[platform] if batched is None else batched,
+        num_steps=asked["num_steps"],
+        num_speculative_tokens=asked["num_speculative_tokens"] or 0,
+        speculation_max_batch=asked["speculation_max_batch"],
+        prefix_caching=asked["enable_prefix_caching"],
+    )
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value has a type, or one of a union's, or is one of a Literal's."""
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_args(hint):
+        return any(_fits(value, one) for one in get_args(hint))
+    if hint is int:  # NumPy's too; bool is an int to Python, and not to who gives the option
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _written(hint: Any) -> str:
+    """What _fits lets pass, in words."""
+    if get_origin(hint) is Literal:
+        return ", ".join(map(repr, get_args(hint)))
+    if get_args(hint):
+        return " or ".join(map(_written, get_args(hint)))
+    return {int: "an integer", bool: "True or False", str: "a string", NoneType: "None"}[hint]
 
 
 def pages_that_fit(model: ShardedModel, page_size: int, with_head: bool, share: float = 1.0) -> int:

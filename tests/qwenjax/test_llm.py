@@ -395,7 +395,15 @@ def test_chat_renders_the_template_with_its_arguments(llm: LLM) -> None:
             llm.chat(bad, greedy(4))  # type: ignore[arg-type]
 
 
-def test_default_parameters_are_the_checkpoints(llm: LLM, folder: Path, tmp_path: Path) -> None:
+def test_text_parts_of_a_message_are_its_lines(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "w"}]
+    asked = [[{"role": "user", "content": content}] for content in (parts, "hello\nw")]
+    assert len({tuple(ids) for ids in llm.chat_prompts(asked)}) == 1
+
+
+def test_default_parameters_are_the_checkpoints(
+    llm: LLM, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert llm.get_default_sampling_params() == expected
     seeded = replace(expected, seed=5)
@@ -407,6 +415,10 @@ def test_default_parameters_are_the_checkpoints(llm: LLM, folder: Path, tmp_path
     )
     greedy_penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert qwenjax.llm.default_sampling_params(tmp_path) == greedy_penalised
+    assert not caplog.messages
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9, "num_beams": 4, "eos_token_id": 1}')
+    assert qwenjax.llm.default_sampling_params(tmp_path) == SamplingParams()
+    assert caplog.messages[0].endswith("has settings that qwenjax leaves out: max_new_tokens, num_beams")
     (tmp_path / "generation_config.json").write_text('{"temperature": -0.5}')
     with pytest.raises(ValueError, match=r"generation_config.json: temperature is -0.5"):
         qwenjax.llm.default_sampling_params(tmp_path)
@@ -438,14 +450,27 @@ def test_what_is_no_prompt_or_no_parameters_is_refused_by_its_type(llm: LLM, ste
     calls: list[tuple[Any, Any, str]] = [
         (None, None, "prompts is a NoneType"),
         ({"prompt": "x"}, None, "prompts is a dict"),
-        ([{"prompt": "x"}], None, "prompt_token_ids holds"),
-        ("a", {"temperature": 0}, "sampling_params holds a str"),
+        ([{"prompt": "x"}], None, r"prompts\[0\] is a dict"),
+        (["a", None], None, r"prompts\[1\] is a NoneType"),
+        (b"abc", None, "prompts is a bytes"),  # a row of integers to Python
+        (np.array(3), None, "prompts is a ndarray"),
+        (["a", ""], None, r"prompts\[1\]: prompt is empty"),
+        ("a", {"temperature": 0}, "sampling_params is a dict"),
+        ("a", 5, "sampling_params is a int"),
     ]
     for prompts, params, message in calls:
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, params)
-    with pytest.raises(ValueError, match="messages is empty"):
-        llm.chat([])
+    part = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    chats: list[tuple[Any, str]] = [
+        ([], r"messages is \[\]; it is a list"),
+        ("hello", "messages is 'hello'; it is a list"),
+        ({"role": "user", "content": "hello"}, "messages is {.*}; it is a list"),
+        ([part], r"messages\[0\].content has a part of type 'image_url'"),
+    ]
+    for messages, message in chats:
+        with pytest.raises(ValueError, match=message):
+            llm.chat(messages)
     for ids, message in (([1.7], "holds 1.7; token ids are integers"), ([True], "holds True; token ids are integers")):
         with pytest.raises(ValueError, match=message):
             llm.logits(ids)  # type: ignore[arg-type]

@@ -425,8 +425,12 @@ def test_a_repo_id_is_resolved_in_the_hugging_face_cache_offline(tmp_path: Path)
 def test_a_path_that_is_no_folder_is_an_error_and_not_a_repo_id(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    for path in (tmp_path / "nothing", file, "./nothing", "~/no/such/folder", "a/b/c"):
+    for path in (tmp_path / "nothing", "./nothing", "~/no/such/folder", "a/b/c"):
         with pytest.raises(CheckpointError, match="no such folder") as error:
             resolve(path)
         assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a file; a checkpoint is a folder"):
+        resolve(file)
+    with pytest.raises(CheckpointError, match=r"revision is 'v1', and .* is a folder"):
+        resolve(tmp_path, "v1")
     assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qwenjax.chat_template import message_text
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.api.errors import ApiError
 
@@ -63,7 +64,7 @@ def chat_prompt(
 
 
 def _message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as one string: the text parts of a list, a line each, as vLLM joins them."""
+    """A message with its content as one string."""
     where = f"messages[{place}]"
     given = {key: value for key, value in message.items() if value is not None and value != []}
     if not isinstance(given.get("role"), str):
@@ -73,18 +74,7 @@ def _message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     for key in given:
         if key not in _MESSAGE_KEYS:
             raise ApiError(400, f"{where}.{key} is not part of a message", param=where, code="unknown_parameter")
-    return given | {"content": _content(where, given.get("content", ""))}
-
-
-def _content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content is neither text nor a list of parts", param=where)
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ApiError(400, f"{where}.content has a part of type {kind!r}; parts are text", param=where)
-        texts.append(part["text"])
-    return "\n".join(texts)
+    try:
+        return given | {"content": message_text(given.get("content", ""))}
+    except ValueError as error:
+        raise ApiError(400, f"{where}.{error}", param=where) from None
