@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+from qwenjax.config import ModelConfig
 from qwenjax.evaluate.fake_quantise import ACTIVATIONS, check_format, decoded, fake_quantised
 from qwenjax.evaluate.hidden import Scores, compare, hidden_states
-from qwenjax.evaluate.windows import windows
+from qwenjax.evaluate.windows import Window, windows
 from qwenjax.logits import check_sequences
 from qwenjax.quant import FORMATS
 from qwenjax.sharded_model import ShardedModel
@@ -84,15 +85,7 @@ def evaluate(
     per byte. Takes memory for two models: a variant shares with the base what is not quantised. Raises ValueError for
     ids, windows, formats or blocks that do not fit the model.
     """
-    longest = model.config.max_position_embeddings
-    context = min(longest, DEFAULT_CONTEXT) if context is None else context
-    if not 2 <= context <= longest:
-        raise ValueError(f"context is {context}; it is at least 2 and at most max_position_embeddings, {longest}")
-    stride = max(1, context // 2) if stride is None else stride
-    if batch < 1:
-        raise ValueError(f"batch is {batch}; it is at least 1")
-    cuts = list(windows(len(ids), context, stride))
-    check_sequences(model.config, [ids[cut.start : cut.stop] for cut in cuts])
+    context, stride, cuts = cut(model.config, ids, context, stride, batch)
     variants = all_variants() if variants is None else variants
     for variant in variants:
         check_format(variant.format)
@@ -111,6 +104,22 @@ def evaluate(
             del changed  # before the next is made
             results.append(_result(variant, compare(model, base, other, targets), num_bytes))
     return Evaluation(tuple(results), len(targets), len(cuts), context, stride, str(model.dtype))
+
+
+def cut(
+    config: ModelConfig, ids: Sequence[int], context: int | None, stride: int | None, batch: int
+) -> tuple[int, int, list[Window]]:
+    """The context and stride of an evaluation, and its windows. Raises ValueError for what the model cannot read."""
+    longest = config.max_position_embeddings
+    context = min(longest, DEFAULT_CONTEXT) if context is None else context
+    if not 2 <= context <= longest:
+        raise ValueError(f"context is {context}; it is at least 2 and at most max_position_embeddings, {longest}")
+    stride = max(1, context // 2) if stride is None else stride
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; it is at least 1")
+    found = list(windows(len(ids), context, stride))
+    check_sequences(config, [ids[window.start : window.stop] for window in found])
+    return context, stride, found
 
 
 def _result(variant: Variant, scores: Scores, num_bytes: int | None) -> Result:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast
+from urllib.parse import urlsplit
 
-from qwenjax.engine.build import EngineOptions
+from qwenjax.engine.build import EngineOptions, check_options
+from qwenjax.text_files import read_text
 from qwenjax_serving.protocol.messages import Role
 from qwenjax_serving.router.router import RouterSettings
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _BOTH_KEYS = ("name", "env", "staging_pages", "share_device", *_ROLES)  # beside options
-_OF_WEIGHTS = ("dtype", "quantization", "activation_format", "revision")  # options that say what all have in memory
+_OPTIONS = set(EngineOptions.__annotations__) - {"revision"}  # that is the command's, for all workers
+_OF_WEIGHTS = ("dtype", "quantization", "activation_format")  # options that say what all have in memory
 _LOOPBACK = "tcp://127.0.0.1:0"
 
 
@@ -94,7 +95,7 @@ def read_deployment(path: Path) -> Deployment:
     Raises ValueError, with the file and the key, for what it does not know; OSError where there is no file.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
     try:
@@ -111,21 +112,24 @@ def _deployment(found: dict[str, Any]) -> Deployment:
     _check_options("[engine]", engine)
     router = dict(router)
     address = router.pop("address", _LOOPBACK)
-    if not isinstance(address, str) or not re.fullmatch(r"tcp://.+:\d+", address):
+    if not _is_address(address):
         raise ValueError(f"[router] address is {address!r}; it is tcp://HOST:PORT")
     for name, value in router.items():
         if not _is_positive(value, numbers[name]):
-            raise ValueError(f"[router] {name} is {value!r}; it is a number above 0")
+            kind = "an integer" if numbers[name] is int else "a number"
+            raise ValueError(f"[router] {name} is {value!r}; it is {kind} above 0")
     workers = list[WorkerPlan]()
     if "both" in found:
         if others := {"prefill", "decode"} & set(found):
             raise ValueError(
                 f"there are [both] and [[{min(others)}]]: pages of [both] stay in its process, so that it works alone"
             )
-        _check_keys("[both]", found["both"], {*_BOTH_KEYS, *get_type_hints(EngineOptions)})
+        _check_keys("[both]", found["both"], {*_BOTH_KEYS, *_OPTIONS})
         workers.append(_both(engine, dict(found["both"])))
     for role in () if workers else _ROLES:
         tables = found.get(role, [])
+        if isinstance(tables, dict):
+            raise ValueError(f"[{role}] is one table; workers are a list of them, [[{role}]]")
         if not isinstance(tables, list) or not tables:
             raise ValueError(f"there is no [[{role}]]; a deployment has at least one worker of either role")
         for place, table in enumerate(tables):
@@ -165,7 +169,7 @@ def _both(engine: dict[str, Any], table: dict[str, Any]) -> WorkerPlan:
         raise ValueError(f"{name}: share_device is {share!r}; it is true or false")
     _check_options("[both]", table)
     for role, options in own.items():
-        known = {*get_type_hints(EngineOptions), *(("min_tokens_per_second",) if role == "decode" else ())}
+        known = {*_OPTIONS, *(("min_tokens_per_second",) if role == "decode" else ())}
         _check_keys(f"[both.{role}]", options, known)
     parts = tuple(
         _worker(role, f"{name}-{role}", {**engine, **table}, {**own[role], "staging_pages": staging}) for role in _ROLES
@@ -208,27 +212,27 @@ def _worker(role: Role, name: str, engine: dict[str, Any], table: dict[str, Any]
     return plan
 
 
+def _is_address(value: object) -> bool:
+    """Whether a value is tcp://HOST:PORT."""
+    if not isinstance(value, str) or not value.startswith("tcp://"):
+        return False
+    try:
+        return bool(urlsplit(value).hostname) and urlsplit(value).port is not None
+    except ValueError:  # a port that is no number, or above 65535
+        return False
+
+
 def _is_positive(value: object, kind: type[float]) -> bool:
     """Whether a value is a number above 0: any, or a whole one where kind is int."""
     return not isinstance(value, bool) and isinstance(value, int | kind) and 0 < value < math.inf
 
 
 def _check_options(where: str, table: dict[str, Any]) -> None:
-    known = get_type_hints(EngineOptions)
-    _check_keys(where, table, set(known))
-    for name, value in table.items():
-        if not _fits(value, known[name]):
-            raise ValueError(f"{where}: {name} is {value!r}, of the wrong type or none of its values")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value has a type, or one of a union's, or is one of a Literal's."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(hint))
-    # bool is an int to Python, and not to who reads the file.
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    _check_keys(where, table, _OPTIONS)
+    try:
+        check_options(table)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_keys(where: str, table: Any, known: set[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import ModelConfig
+from qwenjax.engine.build import check_max_model_len
 from qwenjax.llm import default_sampling_params
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.api.server import bind
@@ -60,6 +61,7 @@ def _default_deployment(arguments: argparse.Namespace) -> str:
         raise ValueError(f"--max-queue is {arguments.max_queue}; a router's is at least 1 (0 is for --colocated)")
     config = ModelConfig.from_folder(resolve(arguments.model, arguments.revision))
     options = serve.engine_options(arguments)
+    check_max_model_len(arguments.max_model_len, config)
     meshes = arguments.model_parallel, arguments.data_parallel
     text = default_deployment(config, count_gpus(), options, *meshes, max_waiting=arguments.max_queue)
     logger.info("no --config: this deployment\n%s", text)
@@ -72,15 +74,15 @@ def _run(arguments: argparse.Namespace) -> int:
         plan = deployment.worker(arguments.name or f"{role}-0")
         if plan.role != role:
             raise ValueError(f"--name {plan.name}: {arguments.config} makes it a {plan.role} worker, not --role {role}")
-        serve.check_no_http_arguments(arguments, role)
         for variable, value in plan.env.items():
             if os.environ.get(variable) != value:
                 raise ValueError(
                     f"{plan.name}: {arguments.config} says {variable}={value}; export it before you start it"
                 )
-        process = arguments.process or 0
+        process, secret = arguments.process or 0, read_secret()
+        _check_address(arguments.config, deployment)
         try:
-            where = deployment.address, read_secret(), arguments.revision
+            where = deployment.address, secret, arguments.revision
             run_worker(arguments.model, plan, *where, process, arguments.grace)
         except RuntimeError as error:  # of GPU memory, transfers or other processes: as workers.process ends
             print(f"qwenjax serve: error: {plan.name}: {error}", file=sys.stderr)
@@ -89,8 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
     for option in ("name", "process"):
         if getattr(arguments, option) is not None:
             raise ValueError(f"--{option} is for --role prefill, decode and both; this is --role {role}")
-    if role == "router" and deployment.address.endswith(":0"):
-        raise ValueError(f"{arguments.config}: [router] needs an address that workers can be told, tcp://HOST:PORT")
+    if role == "router":
+        _check_address(arguments.config, deployment)
     if role == "all" and any(plan.role != "both" for plan in deployment.workers) and find_spec("nixl") is None:
         raise ValueError(
             "prefill and decode in processes of their own need NIXL: pip install 'qwenjax[disagg]'; --colocated serves "
@@ -103,11 +105,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_address(path: Path, deployment: Deployment) -> None:
+    """Raises ValueError where router and workers that are started one by one would not find each other."""
+    if deployment.address.endswith(":0"):
+        raise ValueError(f"{path}: [router] needs an address that workers can be told, tcp://HOST:PORT")
+
+
 async def _serve(
     arguments: argparse.Namespace, deployment: Deployment, secret: bytes, bound: socket.socket, with_workers: bool
 ) -> None:
     folder = resolve(arguments.model, arguments.revision)
     config = ModelConfig.from_folder(folder)
+    # What the front end reads of the checkpoint, before workers take minutes to read the rest.
+    tokenizer, defaults = Tokenizer.from_folder(folder), default_sampling_params(folder)
     try:
         backend = RouterBackend(deployment.address, secret, config.vocab_size, deployment.settings)
     except OSError as error:
@@ -131,9 +141,9 @@ async def _serve(
             backend.fail_with(watch)
         backend.model = ServedModel(
             tuple(arguments.served_model_name or [arguments.model]),
-            Tokenizer.from_folder(folder),
+            tokenizer,
             ready.result(),
-            default_sampling_params(folder),
+            defaults,
             int(time.time()),
         )
         await serve.serve_backend(arguments, backend, bound, [RouterCollector(backend.router)])

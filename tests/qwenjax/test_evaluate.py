@@ -282,6 +282,29 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "129"], "context is 129"),
+        (["--stride", "0"], "stride is 0"),
+        (["--batch", "0"], "batch is 0"),
+        (["--formats", ""], "format '' is unknown"),
+        (["--json", "/nowhere/r.json"], "--json is /nowhere/r.json, and there is no folder /nowhere"),
+        (["--plot", "r.tex"], "--plot is r.tex; a picture's name ends in one of "),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_weights_are_read(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("qwenjax_serving.commands.eval.load_model", None)
+    assert main(["eval", str(folder), "--text", str(folder.parent / "text.txt"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_text_that_is_not_utf8_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
     assert main(["eval", str(folder), "--text", str(tmp_path / "text.txt")]) == 2

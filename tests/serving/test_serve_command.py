@@ -247,9 +247,11 @@ from tests.serving.fake_backend import FakeBackend
 
 parser = argparse.ArgumentParser()
 serve.add_http_arguments(parser)
+arguments = parser.parse_args(["--grace", "1"])
+serve.fill_http_arguments(arguments)
 with bind("127.0.0.1", 0) as bound:
     backend = FakeBackend(text="hello w" * 20, pace=0.5)
-    asyncio.run(serve.serve_backend(parser.parse_args(["--grace", "1"]), backend, bound))
+    asyncio.run(serve.serve_backend(arguments, backend, bound))
 assert len(backend.aborted) == 1
 """
 

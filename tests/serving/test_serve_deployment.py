@@ -215,6 +215,10 @@ def test_sigterm_before_a_server_is_ready_removes_its_file_and_is_status_0(
     [
         (["--role", "router"], "--role needs --config, a deployment file"),
         (["--config", "FILE", "--page-size", "32"], "--page-size has no effect with --config: the file's [engine]"),
+        # Also where it equals the default, which the file may have set aside.
+        (["--config", "FILE", "--max-num-seqs", "32"], "--max-num-seqs has no effect with --config"),
+        (["--config", "FILE", "--dtype", "auto"], "--dtype has no effect with --config"),
+        (["--config", "FILE", "--max-queue", "256"], "--max-queue has no effect with --config"),
         (["--config", "FILE", "--max-queue", "9"], "--max-queue has no effect with --config: the file's [router]"),
         (["--config", "FILE", "--colocated"], "--colocated has no effect with --config: the file says"),
         (
@@ -232,6 +236,9 @@ def test_sigterm_before_a_server_is_ready_removes_its_file_and_is_status_0(
             ["--config", "FILE", "--role", "decode", "--api-key", "k"],
             "--api-key has no effect with --role decode: the router serves HTTP",
         ),
+        (["--config", "FILE", "--role", "decode", "--port", "8000"], "--port has no effect with --role decode"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["--served-model-name", ""], "--served-model-name has an empty name"),
         (["--config", "FILE", "--role", "prefill"], "prefill-0: FILE says LEVEL=3; export it before you start it"),
         (["--config", "FILE", "--name", "decode-0"], "--name is for --role prefill, decode and both"),
         (["--config", "FILE", "--process", "1"], "--process is for --role prefill, decode and both"),

@@ -8,19 +8,22 @@ from pathlib import Path
 
 from qwenjax.checkpoint.load import load_model
 from qwenjax.checkpoint.resolve import resolve
-from qwenjax.config import DTYPES
+from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.evaluate import all_variants, evaluate, format_table, to_json
-from qwenjax.evaluate.plot import plot, require_matplotlib
+from qwenjax.evaluate.plot import plot
+from qwenjax.evaluate.run import cut
 from qwenjax.mesh import make_mesh
 from qwenjax.quant import FORMATS
+from qwenjax.text_files import read_text
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.commands.model_arguments import add_model_arguments
+from qwenjax_serving.commands.output_files import check_output_file, check_plot_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, quantization=False)
-    # So that what is measured is the formats and no other rounding; bfloat16 halves the memory, which is two models'.
-    parser.set_defaults(dtype="float32")
+    # float32 so that what is measured is the formats and no other rounding; bfloat16 halves the memory, which is two
+    # models'.
+    add_model_arguments(parser, quantization=False, dtype="float32")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to read")
     parser.add_argument(
         "--formats", default=",".join(FORMATS), metavar="NAMES", help="separated by commas (default %(default)s)"
@@ -38,17 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the table, after a progress bar on standard error. Raises ValueError for what cannot be evaluated."""
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         raise ValueError(f"--max-tokens is {arguments.max_tokens}; it is at least 2, of which one is predicted")
-    names = [name.strip() for name in arguments.formats.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in arguments.formats.split(",")))
     variants = [v for v in all_variants(names) if not (v.activations and arguments.weights_only)]
-    if arguments.plot:
-        require_matplotlib()  # now, rather than after the work
+    check_output_file("--json", arguments.json)
+    check_plot_file("--plot", arguments.plot)
     folder = resolve(arguments.model, arguments.revision)
     tokenizer = Tokenizer.from_folder(folder)
-    try:
-        text = arguments.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{arguments.text}: is not UTF-8 text ({error})") from None
-    ids = tokenizer.encode(text)[: arguments.max_tokens]
+    ids = tokenizer.encode(read_text(arguments.text))[: arguments.max_tokens]
+    cut(ModelConfig.from_folder(folder), ids, arguments.context, arguments.stride, arguments.batch)
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]
     evaluation = evaluate(

@@ -8,16 +8,20 @@ from typing import get_args
 from qwenjax_ffi.activations import ActivationFormat
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, quantization: bool = True) -> None:
-    """MODEL, its mesh and its dtype; `quantization`: whether the command can quantise it while loading."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, quantization: bool = True, dtype: str = "auto", mesh: str = "default 1"
+) -> None:
+    """MODEL, its mesh and its dtype, `dtype` by default; `quantization`: whether the command can quantise it while
+    loading; `mesh`: what help says of the sizes that it has by default."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a Hugging Face repo id")
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="ranks that share the requests")
-    parser.add_argument("--model-parallel", type=int, default=1, metavar="N", help="ranks that share each layer")
+    for axis, what in (("data", "the requests"), ("model", "each layer")):
+        text = f"ranks that share {what} ({mesh})"
+        parser.add_argument(f"--{axis}-parallel", type=int, default=1, metavar="N", help=text)
     parser.add_argument(
         "--dtype",
-        default="auto",
+        default=dtype,
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="auto is config.json's (default %(default)s)",
+        help=f"auto is config.json's (default {dtype})",
     )
     if quantization:
         parser.add_argument("--quantization", choices=("mxfp8",), help="quantise the linear layers while loading")
