@@ -58,6 +58,8 @@ def convert(
         raise ConvertError(f"--format {format}: checkpoints are written in {', '.join(FORMATS)}")
     if output not in OUTPUTS:
         raise ConvertError(f"--output {output}: choose one of {', '.join(OUTPUTS)}")
+    if workers is not None and workers < 1:
+        raise ConvertError(f"--workers is {workers}; it is at least 1")
     options = {"format": format, "only": only, "exclude": sorted(exclude)}
     source = open_source(resolve(src if isinstance(src, str) else Path(src)))
     plan = make_plan(source, only, exclude, shard_bytes)
@@ -118,7 +120,9 @@ def _write_shards(
     total = sum(part.bytes_in for part in plan.parts)
     with (
         ThreadPoolExecutor(workers, "convert") as pool,
-        tqdm(total=total, initial=total - left, unit="B", unit_scale=True, disable=not progress) as bar,
+        tqdm(
+            total=total, initial=total - left, desc="Converting", unit="B", unit_scale=True, disable=not progress
+        ) as bar,
     ):
         writing: list[Future[None]] = []
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwenjax.checkpoint.load import ORBAX_PARAMETERS
 from qwenjax.checkpoint.safetensors import Checkpoint
 from qwenjax.checkpoint.stored import BLOCK_SCALE, StoredWeights, parse_quantization
 from qwenjax_ffi.weights import MX_BLOCK
@@ -50,6 +51,8 @@ def open_source(folder: str | os.PathLike[str]) -> Source:
         )
     if storage == "fp8_block" and block[1] % MX_BLOCK:
         raise ConvertError(f"{path}: weight_block_size {list(block)} has columns that {MX_BLOCK} does not divide")
+    if (path / ORBAX_PARAMETERS).is_dir():
+        raise ConvertError(f"{path}: is an Orbax folder; convert reads safetensors, such as it was made from")
     checkpoint = Checkpoint(path)
     stored = StoredWeights(checkpoint, storage, block)
     return Source(path, config, checkpoint, block if storage == "fp8_block" else None, list(stored.tensors))

@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
 
 # Modules are imported when their command is run or asked for help: `qwenjax --help` does not wait for JAX.
 _COMMANDS = {
@@ -59,8 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes options by their whole names alone, and says itself what it does not know: argparse leaves that to the
+    outermost parser, whose usage shows none of a command's options."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
 def _parse(arguments: list[str], chosen: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="qwenjax", description="Serving Qwen3 mixture-of-experts models in JAX.")
+    parser = _Parser(prog="qwenjax", description="Serving Qwen3 mixture-of-experts models in JAX.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('qwenjax')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")

@@ -241,6 +241,7 @@ def test_exclude_keeps_what_its_globs_match(source: Path, tmp_path: Path) -> Non
         ({"only": "norms"}, "norms.*experts, attention, mlp"),
         ({"format": "nvfp4"}, "nvfp4.*mxfp8"),
         ({"output": "gguf"}, "gguf.*safetensors"),
+        ({"workers": 0}, "--workers is 0; it is at least 1"),
     ],
 )
 def test_choices_that_cannot_be_meant_are_refused(
@@ -354,6 +355,10 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         convert(tmp_path / "nowhere", tmp_path / "dst")
     folder = save(tmp_path / "src", tensors())
+    (folder / "parameters").mkdir()
+    with pytest.raises(ConvertError, match="is an Orbax folder; convert reads safetensors"):
+        convert(folder, tmp_path / "dst")
+    (folder / "parameters").rmdir()
     os.truncate(folder / "model-2.safetensors", 3000)
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors.*truncated"):
         convert(folder, tmp_path / "dst")

@@ -97,9 +97,16 @@ def test_failed_requests_are_counted_and_make_the_status_1(
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--rate", "0"], "--rate is 0.0"),
         (["--input-len", "0"], "--input-len"),
+        (["--output-len", "0"], "--output-len is 0"),
+        (["--timeout", "0"], "--timeout is 0"),
+        (["--file", "FILE", "--input-len", "5"], "--input-len has no effect with --file"),
+        (["--json", "/nowhere/run.json"], "--json is /nowhere/run.json, and there is no folder /nowhere"),
+        (["--plot", "/nowhere/run.png"], "--plot is /nowhere/run.png, and there is no folder /nowhere"),
+        (["--plot", "run.tex"], "--plot is run.tex; a picture's name ends in one of "),
+        (["--plot", "run"], "--plot is run; a picture's name ends in one of "),
         (["--chat"], "give --file"),
         (["--url", "ftp://x"], "--url is 'ftp://x'"),
-        (["--url", "http://127.0.0.1:9"], "Connect call failed"),
+        (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: [Errno 111] Connect call failed"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -22,7 +22,7 @@ from tests.generation import greedy, log_softmax, small_llm, write_folder
 
 FIGURES = re.compile(
     r"(\d+) prompt tokens, (\d+) new; time to first token \d+ ms; [\d.]+ tokens/s"
-    r"; no drafts: by default for a model without a multi-token-prediction head, and on a CPU"
+    r"; no drafts, as by default on a CPU and without a multi-token-prediction head"
 )
 
 
@@ -100,6 +100,8 @@ def test_json_is_one_object_a_prompt_in_order(llm: LLM, folder: Path, capsys: py
         assert found["prompt"] == result.prompt
         assert found["prompt_token_ids"] == result.prompt_token_ids
         assert found["finished"] is True
+        assert set(found["metrics"]) == {"queue_time", "time_to_first_token", "inter_token_time", "num_tokens"}
+        assert 0 <= found["metrics"]["queue_time"] < found["metrics"]["time_to_first_token"]
         part = result.outputs[0]
         assert found["outputs"][0]["token_ids"] == part.token_ids
         assert found["outputs"][0]["text"] == part.text
@@ -160,24 +162,57 @@ def test_outputs_end_with_the_context_where_max_tokens_is_not_given(
         (["--prompt", "a", "--max-tokens", "128"], "max_tokens is 128"),
         (["--prompt", "a", "--stop-token-ids", "320"], "stop_token_ids holds id 320"),
         (["--prompt", "a", "--no-thinking"], "use them with --chat"),
-        (["--prompt", "a", "--max-model-len", "500"], "max_position_embeddings is 128"),
+        (["--prompt", "a", "--max-model-len", "500"], "max_model_len is 500; it is 2 to 128"),
+        (["--prompt", "a", "--max-model-len", "-5"], "max_model_len is -5; it is 2 to 128"),
+        (["--prompt", "a", "--logprobs", "5"], "--logprobs shows in the output of --json alone"),
+        (["--prompt", "a", "--prompt-logprobs", "0"], "--prompt-logprobs shows in the output of --json alone"),
+        (["--prompt", "a", "--revision", "main"], "revision is 'main', and "),
         (["--file", "nowhere.txt"], "nowhere.txt"),
+        (["--file", "LATIN"], "is not UTF-8 text"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2_before_the_weights_are_read(
     folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
 ) -> None:
     monkeypatch.setattr("qwenjax.engine.build.load_model", None)
-    assert cli.main(["generate", str(folder), *arguments]) == 2
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("é".encode("latin-1"))
+    own = [str(latin) if word == "LATIN" else word for word in arguments]
+    assert cli.main(["generate", str(folder), *own]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("qwenjax generate: error: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["generate", "MODEL", "--prompt", "a"], "--temprature"),
+        (["generate", "MODEL", "--prompt", "a"], "--temp"),  # no abbreviations: a new option would change their meaning
+        (["bench", "serve"], "--num-prompt"),
+    ],
+)
+def test_an_unknown_option_is_an_error_of_its_command(
+    capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command, option, "1"])
+    name = "bench serve" if command[0] == "bench" else command[0]
+    assert f"qwenjax {name}: error: unrecognized arguments: {option} 1\n" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert re.fullmatch(r"qwenjax \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["generate", "MODEL"], ["logits", "MODEL"]])

@@ -105,6 +105,8 @@ async def _send(target: Target, path: str, body: bytes, start: float, timeout: f
                     record.arrivals.append(now)
     except HttpError as error:
         record.error, record.status = str(error), error.status
+    except TimeoutError:
+        record.error, record.status = f"no end within --timeout, {timeout:g} s", 0
     except (OSError, asyncio.IncompleteReadError, ValueError, KeyError) as error:
         record.error, record.status = f"{type(error).__name__}: {error}", 0
     record.finished = time.perf_counter() - start

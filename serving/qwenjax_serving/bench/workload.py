@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qwenjax.text_files import read_text
+
 _FIRST_ID = 256  # below lie bytes and, in some vocabularies, special tokens
 
 Prompt = str | list[int]
@@ -29,10 +31,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the option and its limit."""
-        for name in "num_prompts", "max_tokens", "concurrency":
+        options = {"num_prompts": "--num-prompts", "max_tokens": "--output-len", "concurrency": "--concurrency"}
+        for name, option in options.items():
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; it is at least 1")
+                raise ValueError(f"{option} is {value}; it is at least 1")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ValueError(f"--rate is {self.rate}; it is above 0")
         if (self.concurrency is None) == (self.rate is None):
@@ -57,7 +60,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 def file_prompts(count: int, path: Path) -> list[Prompt]:
     """The lines of a file, again from its first where it has too few. Raises ValueError for a file without text."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--file {path}: holds no prompt; it has one on every line")
     return list(itertools.islice(itertools.cycle(lines), count))

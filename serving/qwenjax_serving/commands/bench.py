@@ -16,13 +16,16 @@ from qwenjax_serving.bench.plot import plot_run
 from qwenjax_serving.bench.report import Report
 from qwenjax_serving.bench.sse_client import HttpError, Target
 from qwenjax_serving.bench.workload import Prompt, Workload, file_prompts, random_prompts
+from qwenjax_serving.commands.output_files import check_output_file, check_plot_file
+
+_INPUT_LEN, _VOCAB_SIZE = 128, 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     serve = parts.add_parser("serve", help="measure an OpenAI-compatible server under a load")
     add = serve.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server, without /v1 (default %(default)s)")
+    add("--url", default="http://127.0.0.1:8000", help="of the server, with /v1 or without (default %(default)s)")
     add("--model", help="name of the model (default: the first that the server lists)")
     add("--chat", action="store_true", help="use /v1/chat/completions, a user's message each (with --file)")
     add("--num-prompts", type=int, default=64, metavar="N", help="requests (default %(default)s)")
@@ -30,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = serve.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=int, metavar="N", help="requests that run at any time (default 16)")
     load.add_argument("--rate", type=float, metavar="R", help="requests a second at random times, a Poisson process")
-    add("--input-len", type=int, default=128, metavar="N", help="random ids of a prompt (default %(default)s)")
-    add("--vocab-size", type=int, default=4096, metavar="N", help="random ids are below it (default %(default)s)")
+    add("--input-len", type=int, metavar="N", help=f"random ids of a prompt (default {_INPUT_LEN})")
+    add("--vocab-size", type=int, metavar="N", help=f"random ids are below it (default {_VOCAB_SIZE})")
     add("--file", type=Path, help="prompts instead, one on every line")
     add("--output-len", type=int, default=128, metavar="N", help="max_tokens (default %(default)s)")
     add("--ignore-eos", action="store_true", help="outputs of that very length; not every server knows the field")
-    add("--temperature", type=float, default=0.0, help="default %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default %(default)s")
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help='further fields: {"speculation": false}')
     add("--seed", type=int, default=0, help="of the prompts and times (default %(default)s)")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds of one request (default %(default)s)")
@@ -46,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table; status 1 where a request failed. Raises ValueError for bad input, OSError without a server."""
+    check_output_file("--json", arguments.json)
+    check_plot_file("--plot", arguments.plot)
+    if not arguments.timeout > 0:
+        raise ValueError(f"--timeout is {arguments.timeout:g}; it is above 0")
     concurrency = 16 if arguments.concurrency is None and arguments.rate is None else arguments.concurrency
     workload = Workload(
         num_prompts=arguments.num_prompts,
@@ -56,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         extra={**({"ignore_eos": True} if arguments.ignore_eos else {}), **arguments.extra_body},
     )
-    target = Target(arguments.url.rstrip("/"), arguments.api_key)
+    target = Target(arguments.url.rstrip("/").removesuffix("/v1"), arguments.api_key)
     prompts = _prompts(arguments)
     try:
         found = asyncio.run(_measure(arguments, target, prompts, workload))
@@ -73,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace, target: Target, prompts: list[Prompt], workload: Workload) -> Run:
-    model = arguments.model or await served_model(target)
+    try:
+        model = arguments.model or await served_model(target)
+    except OSError as error:
+        raise OSError(f"--url {target.url}: {error}") from error
     warmup = prompts[: arguments.warmup]
     if warmup:
         first = replace(workload, num_prompts=len(warmup), concurrency=len(warmup), rate=None)
@@ -88,10 +98,15 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if arguments.warmup < 0:
         raise ValueError(f"--warmup is {arguments.warmup}; it is at least 0")
     if arguments.file is not None:
+        for name in ("input_len", "vocab_size"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} has no effect with --file: its lines are the prompts")
         return file_prompts(count, arguments.file)
     if arguments.chat:
         raise ValueError("--chat needs text: give --file")
-    return random_prompts(count, arguments.input_len, arguments.vocab_size, arguments.seed)
+    length = _INPUT_LEN if arguments.input_len is None else arguments.input_len
+    vocab_size = _VOCAB_SIZE if arguments.vocab_size is None else arguments.vocab_size
+    return random_prompts(count, length, vocab_size, arguments.seed)
 
 
 def _load(workload: Workload) -> str:

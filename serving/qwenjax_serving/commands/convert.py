@@ -10,21 +10,22 @@ from qwenjax.convert import convert, format_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", help="a folder or Hugging Face repo id: bf16, fp16, fp32, or FP8 in blocks")
-    parser.add_argument("dst", help="folder to write; after an interruption the same command goes on there")
-    parser.add_argument("--format", default="mxfp8", choices=["mxfp8"], help="of the weights (default %(default)s)")
-    parser.add_argument("--only", choices=["experts", "attention", "mlp"], help="quantise these layers and no others")
-    parser.add_argument(
+    add = parser.add_argument
+    add("src", metavar="SRC", help="a folder or Hugging Face repo id: bf16, fp16, fp32, or FP8 in blocks")
+    add("dst", metavar="DST", help="folder to write; after an interruption the same command goes on there")
+    add("--format", default="mxfp8", choices=["mxfp8"], help="of the weights (default %(default)s)")
+    add("--only", choices=["experts", "attention", "mlp"], help="quantise these layers and no others")
+    add(
         "--exclude", action="append", default=[], metavar="GLOB", help="leave these modules; may be given several times"
     )
-    parser.add_argument(
+    add(
         "--output",
         default="safetensors",
         choices=["safetensors", "orbax"],
         help="safetensors streams within 4 GB of memory; orbax, for qwenjax alone, needs memory for the whole "
         "quantised model and, until it is done, disk for it twice (default %(default)s)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core)")
+    add("--workers", type=int, metavar="N", help="threads (default: one a core)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,9 +14,11 @@ from typing import Any, TextIO
 from qwenjax import LLM, RequestOutput, SamplingParams
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.config import ModelConfig
+from qwenjax.engine.build import check_max_model_len
 from qwenjax.llm import default_sampling_params, prompt_index
 from qwenjax.outputs import SpeculationStats
 from qwenjax.sampling_params import validate_for
+from qwenjax.text_files import read_text
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_serving.commands.model_arguments import add_model_arguments
 
@@ -37,17 +39,18 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("prompt_logprobs", int, "the same for the prompt (with --json)"),
 )
 
+_TIMES = ("queue_time", "time_to_first_token", "inter_token_time")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its output together")
-    parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="sequences that decode together")
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="K",
-        help="drafts of a step; default 1 on a GPU with a head",
-    )
+    for name, default, metavar, text in (
+        ("max_model_len", None, "N", "tokens of a prompt and its output together (default: what the model allows)"),
+        ("max_num_seqs", 32, "N", "sequences that decode together on a data rank (default 32)"),
+        ("num_speculative_tokens", None, "K", "drafts of a step (default: 1 on a GPU with a head, else 0)"),
+    ):
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=default, metavar=metavar, help=text)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", action="append", help="text to go on from; may be given several times")
     what.add_argument("--chat", action="append", help="a user's message, put into the chat template; likewise")
@@ -68,11 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ValueError for bad input, before the weights are read.
     """
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(arguments, name) is not None and not arguments.json:
+            raise ValueError(f"--{name.replace('_', '-')} shows in the output of --json alone; add that")
     folder = resolve(arguments.model, arguments.revision)
     config, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
     params = sampling_params(default_sampling_params(folder), arguments)
     texts = prompts(tokenizer, arguments)
     ids = [tokenizer.encode(text, add_special_tokens=arguments.chat is None) for text in texts]
+    check_max_model_len(arguments.max_model_len, config)
     context = arguments.max_model_len or config.max_position_embeddings
     if arguments.max_tokens is None:
         params = replace(params, max_tokens=max(1, min(params.max_tokens or context, context - max(map(len, ids)))))
@@ -100,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = show(llm, ids if arguments.chat else texts, params, sys.stdout, as_json=arguments.json)
     line = figures(results, time.monotonic() - start, llm.speculation)
     if arguments.num_speculative_tokens is None and llm.speculation is None:
-        line += "; no drafts: by default for a model without a multi-token-prediction head, and on a CPU"
+        line += "; no drafts, as by default on a CPU and without a multi-token-prediction head"
     print(line, file=sys.stderr)
     return 0
 
@@ -112,7 +119,7 @@ def prompts(tokenizer: Tokenizer, arguments: argparse.Namespace) -> list[str]:
     if arguments.prompt is not None:
         return list(arguments.prompt)
     if arguments.file is not None:
-        kept = [line for line in arguments.file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        kept = [line for line in read_text(arguments.file).split("\n") if line.strip()]
         if not kept:
             raise ValueError(f"--file {arguments.file}: holds no prompt; it has one on every line")
         return kept
@@ -158,12 +165,23 @@ def show(
             if not head.finished:
                 break
             if not live:
-                stream.write(json.dumps(asdict(head), ensure_ascii=False) if as_json else _several(head))
+                stream.write(json.dumps(_plain(head), ensure_ascii=False) if as_json else _several(head))
             stream.write("\n")
             results.append(head)
             shown = 0
         stream.flush()
     return results
+
+
+def _plain(output: RequestOutput) -> dict[str, Any]:
+    """All that an output says, its times as the seconds that passed: those of a clock mean nothing elsewhere."""
+    metrics, speculation = output.metrics, output.speculation
+    found = asdict(output)
+    if metrics is not None:
+        found["metrics"] = {name: getattr(metrics, name) for name in _TIMES} | {"num_tokens": metrics.num_tokens}
+    if speculation is not None and speculation.steps:
+        found["speculation"]["mean_length"] = speculation.mean_length
+    return found
 
 
 def _several(output: RequestOutput) -> str:

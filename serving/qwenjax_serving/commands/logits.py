@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if ids is None:
         assert tokenizer is not None
         ids = tokenizer.encode(arguments.prompt)
+        if not ids:
+            raise ValueError("--prompt is empty; it has at least one token")
     check_sequences(ModelConfig.from_folder(folder), [ids])
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     dtype = None if arguments.dtype == "auto" else DTYPES[arguments.dtype]

@@ -17,6 +17,7 @@ from qwenjax.checkpoint.stored import parse_quantization
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.sharded_model import ShardedModel
+from qwenjax.text_files import read_text
 from qwenjax.tokenizer import Tokenizer
 from qwenjax.train.loop import LoopSettings
 from qwenjax.train.losses import LossSettings
@@ -95,13 +96,13 @@ def _tokens(arguments: argparse.Namespace) -> int:
 
 def _texts(path: Path) -> Iterator[str]:
     if path.suffix != ".jsonl":
-        yield path.read_text("utf-8")
+        yield read_text(path)
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                yield json.loads(line.decode())["text"]
+            except (ValueError, KeyError, TypeError) as error:  # neither UTF-8 nor JSON among them
                 raise ValueError(f"{path}, line {number}: not a JSON object with 'text' ({error!r})") from error
 
 
