@@ -197,7 +197,7 @@ def test_what_ends_a_worker_of_a_role_is_an_error_of_one_line(
 
     monkeypatch.setattr(launch, "run_worker", run_worker)
     monkeypatch.setenv(SECRET_VARIABLE, "a secret of the tests alone")
-    (tmp_path / "both.toml").write_text("[both]\n")
+    (tmp_path / "both.toml").write_text('[router]\naddress = "tcp://127.0.0.1:5555"\n[both]\n')
     assert cli.main(["serve", "model", "--config", str(tmp_path / "both.toml"), "--role", "both"]) == 2
     assert capsys.readouterr().err == "qwenjax serve: error: both-0: no room\n"
 

@@ -276,11 +276,13 @@ def test_a_stream_beyond_the_grace_is_cut_and_the_status_is_0() -> None:
 def test_a_server_whose_backend_has_failed_ends() -> None:
     parser = argparse.ArgumentParser()
     serve.add_http_arguments(parser)
+    arguments = parser.parse_args(["--grace", "1"])
+    serve.fill_http_arguments(arguments)
 
     async def whole() -> None:
         backend = FakeBackend()
         asyncio.get_running_loop().call_later(0.1, setattr, backend, "failure", OSError("as if by mistake"))
-        await serve.serve_backend(parser.parse_args(["--grace", "1"]), backend, bound)
+        await serve.serve_backend(arguments, backend, bound)
 
     with bind("127.0.0.1", 0) as bound, pytest.raises(BackendError, match="can run any more: as if by mistake"):
         asyncio.run(asyncio.wait_for(whole(), 20))

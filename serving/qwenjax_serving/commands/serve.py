@@ -178,8 +178,8 @@ async def _serve(arguments: argparse.Namespace, engine: Engine, model: ServedMod
 async def serve_backend(
     arguments: argparse.Namespace, backend: Backend, bound: socket.socket, collectors: Iterable[Collector] = ()
 ) -> None:
-    """Serves `backend` as add_http_arguments' options, filled, say, until SIGTERM or SIGINT, and closes it. Raises BackendError
-    where the backend fails: who started the server is to start another."""
+    """Serves `backend` as add_http_arguments' options, filled, say, until SIGTERM or SIGINT, and closes it. Raises
+    BackendError where the backend fails: who started the server is to start another."""
     settings = Settings(
         api_key=arguments.api_key,
         max_body_bytes=int(arguments.max_body_mib * 2**20),
