@@ -37,14 +37,7 @@ def sequence_logits(model: ShardedModel, sequences: Sequence[Sequence[int]]) -> 
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
         positions[row, : len(sequence)] = np.arange(len(sequence))
-    logits = _forward(
-        model.state,
-        tokens,
-        SelfContext(jnp.asarray(positions)),
-        model.epochs(),
-        graphdef=model.graphdef,
-        mesh=model.mesh,
-    )
+    logits = model.run(_forward, tokens, SelfContext(jnp.asarray(positions)))
     return [np.asarray(logits[row, : len(sequence)]) for row, sequence in enumerate(sequences)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
 from qwenjax.model import Qwen3Moe, abstract_model, partition_specs
 from qwenjax_ffi.activations import ActivationFormat
-from qwenjax_ffi.collectives import fresh_epochs
+from qwenjax_ffi.collectives import fresh_epochs, unarmed
 from qwenjax_ffi.packing import PackedMXFP8Weight
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
 from qwenjax_ffi.weights import MXFP8Weight
 
 EPOCHS_SPEC = PartitionSpec((DATA, MODEL))  # a count a rank, or more words: qwenjax_ffi.collectives
+
+_loaded: set[Hashable] = set()  # programs that `ShardedModel.run` has run
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,26 @@ class ShardedModel:
     def epochs(self) -> jax.Array:
         """A fresh epoch array, int32 [ranks * words], for any number of tokens: see mesh_epochs."""
         return mesh_epochs(self.config, self.mesh, self.dtype, tokens=1)
+
+    def run(self, program: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
+        """`program(state, *arguments, epochs, graphdef=, mesh=, **static)` over fresh epochs.
+
+        program: of `jax.jit`, whose static arguments are those with names, and which donates none; arguments: arrays.
+        Where this process drives several GPUs, each program is run once before with collectives that return at once,
+        which loads its kernels: loading may wait for what runs, and what runs for the kernel (docs/collectives.md).
+        """
+        epochs = self.epochs()
+
+        def results(epochs: jax.Array) -> Any:
+            return program(self.state, *arguments, epochs, graphdef=self.graphdef, mesh=self.mesh, **static)
+
+        if len(self.mesh.local_devices) > 1 and (idle := unarmed(epochs, self.mesh.size)) is not epochs:
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((self.state, arguments)))
+            compiled = (program, self.graphdef, self.mesh, shapes, tuple(sorted(static.items())))
+            if compiled not in _loaded:
+                jax.block_until_ready(results(idle))
+                _loaded.add(compiled)
+        return results(epochs)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -54,9 +54,7 @@ def hidden_states(
             tokens[row, : cut.stop - cut.start] = ids[cut.start : cut.stop]
             positions[row, : cut.stop - cut.start] = np.arange(cut.stop - cut.start)
         context = SelfContext(jnp.asarray(positions))
-        out = np.asarray(
-            _hidden(model.state, tokens, context, model.epochs(), graphdef=model.graphdef, mesh=model.mesh)
-        )
+        out = np.asarray(model.run(_hidden, tokens, context))
         # The state at a place predicts the token after it.
         found += [out[row, cut.first - cut.start - 1 : cut.stop - cut.start - 1] for row, cut in enumerate(some)]
         advance(sum(cut.stop - cut.first for cut in some))

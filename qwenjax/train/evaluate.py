@@ -55,7 +55,7 @@ def text_nats(model: ShardedModel, ids: np.ndarray, length: int, batch: int = 8)
     for first in range(0, len(starts), batch):
         part = starts[first : first + batch]
         rows = np.stack([ids[start : start + length] for start in part + part[-1:] * (batch - len(part))])
-        nats = np.asarray(_token_nats(model.state, rows.astype(np.int32), model.epochs(), model.graphdef, model.mesh))
+        nats = np.asarray(model.run(_token_nats, rows.astype(np.int32)))
         for start, row in zip(part, nats, strict=False):
             # row[i] is the cost of token start + i + 1
             total += float(row[counted - start - 1 :].sum(dtype=np.float64))
@@ -71,8 +71,7 @@ def greedy_continuations(model: ShardedModel, prompts: np.ndarray, new_tokens: i
     local_rows = rows // model.mesh.shape[DATA]
     table = np.tile(np.arange(local_rows * pages, dtype=np.int32).reshape(local_rows, pages), (rows // local_rows, 1))
     cache = create_cache(model.config, model.mesh, local_rows * pages, model.dtype)
-    generate = partial(_generate, graphdef=model.graphdef, mesh=model.mesh, new_tokens=new_tokens)
-    generated = generate(model.state, prompts.astype(np.int32), table, cache, model.epochs())
+    generated = model.run(_generate, prompts.astype(np.int32), table, cache, new_tokens=new_tokens)
     return np.concatenate([prompts, np.asarray(generated)], axis=1).astype(np.int32)
 
 
@@ -84,8 +83,7 @@ def draft_acceptance(model: ShardedModel, sequences: np.ndarray, start: int, dep
     """
     if not model.config.mtp_num_hidden_layers:
         raise ValueError("the model has no multi-token-prediction head")
-    program = partial(_drafts, graphdef=model.graphdef, mesh=model.mesh, depths=depths)
-    drafts = np.asarray(program(model.state, sequences.astype(np.int32), model.epochs()))
+    drafts = np.asarray(model.run(_drafts, sequences.astype(np.int32), depths=depths))
     shares, accepted = [], np.ones((len(sequences), sequences.shape[1] - start - depths), bool)
     for depth in range(1, depths + 1):
         # The draft of depth d at anchor i is for token i + d + 1; the token before the first draft is a greedy one.

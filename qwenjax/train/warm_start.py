@@ -34,8 +34,7 @@ def warm_head(model: ShardedModel, windows: np.ndarray) -> ShardedModel:
     last = config.num_hidden_layers - 1
     if last not in config.sparse_layers:
         raise ValueError(f"layer {last}, the last, has no experts; a head cannot begin as its copy")
-    sums = partial(_normal_equations, graphdef=model.graphdef, mesh=model.mesh)
-    inner, outer = (np.asarray(part, np.float64) for part in sums(model.state, windows, model.epochs()))
+    inner, outer = (np.asarray(part, np.float64) for part in model.run(_normal_equations, windows))
     ridge = _RIDGE * np.trace(inner) / len(inner)
     projection = np.linalg.solve(inner + ridge * np.eye(len(inner)), outer).T
     fresh, base = add_head(model), by_name(model.state)
