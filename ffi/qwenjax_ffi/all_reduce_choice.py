@@ -13,14 +13,13 @@ from qwenjax_kernels.heap_layout import HeapLayout
 
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
-# Seconds of a call, and bytes each way a second beyond that: fitted to two H200s, one-shot from 8 KiB to 2 MiB to 15%
-# (bench/results/all_reduce.txt), two-shot from 4 to 256 MiB to 4% (bench/results/all_reduce_variants.md). NVLink4 is
-# 450 GB/s each way by datasheet.
-ONE_SHOT_SECONDS, ONE_SHOT_RATE = 3.1e-6, 340e9
+# Seconds of a call, and bytes each way a second beyond that: fitted to two H200s (bench/results/all_reduce.txt), one-shot
+# from 8 KiB to 2 MiB to 7%, two-shot from 2 to 256 MiB to 6%. NVLink4 is 450 GB/s each way by datasheet.
+ONE_SHOT_SECONDS, ONE_SHOT_RATE = 4.1e-6, 315e9
 TWO_SHOT_SECONDS, TWO_SHOT_RATE = 11e-6, 355e9
 
 # (largest message in bytes that runs one-shot) by ranks. Above it: two-shot, or through the switch.
-ONE_SHOT_LIMITS = {2: 2097152, 4: 524288, 6: 262144, 12: 131072, 16: 65536}
+ONE_SHOT_LIMITS = {2: 1048576, 4: 262144, 8: 131072, 16: 65536}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
 
