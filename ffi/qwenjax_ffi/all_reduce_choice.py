@@ -19,7 +19,7 @@ ONE_SHOT_SECONDS, ONE_SHOT_RATE = 4.1e-6, 315e9
 TWO_SHOT_SECONDS, TWO_SHOT_RATE = 11e-6, 355e9
 
 # (largest message in bytes that runs one-shot) by ranks. Above it: two-shot, or through the switch.
-ONE_SHOT_LIMITS = {2: 1048576, 4: 262144, 8: 131072, 16: 65536}
+ONE_SHOT_LIMITS = {2: 1048576, 3: 524288, 5: 262144, 10: 131072, 16: 65536}
 # With this many ranks and more the switch moves fewer bytes: (1 + 1/N) against 2 (N-1)/N of the message.
 MULTICAST_RANKS = 4
 
