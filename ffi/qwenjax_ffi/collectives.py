@@ -30,7 +30,16 @@ from qwenjax_ffi.symmetric_memory import SymmetricHeap
 from qwenjax_ffi.symmetric_memory_exchange import PeerError, SymmetricMemoryUnavailable
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
 from qwenjax_ffi.weights import select_layer
-from qwenjax_kernels.heap_layout import MAX_BLOCKS, MAX_RANKS, RANK_WORD, TILE_BYTES, UNIT_WORDS, VECTOR, num_words
+from qwenjax_kernels.heap_layout import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    RANK_WORD,
+    TEAM_THREADS,
+    TILE_BYTES,
+    UNIT_WORDS,
+    VECTOR,
+    num_words,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +62,11 @@ def fresh_epochs(mesh: Mesh, axis_name: str, exchange: ExchangeRows | None = Non
 
     Where `axis_name` holds all devices of the mesh, more than one, and they are GPUs that can map each other's memory,
     a heap is behind it, which the mesh keeps until `close_heap`. Elsewhere words is 1; where that is because the
-    memory cannot be mapped, a warning says so, once.
+    memory cannot be mapped, a warning says so, once. Raises PeerError where a collective of the heap gave up waiting.
     """
     heap = mesh_heap(mesh, axis_name, exchange)
     if heap is not None:
+        heap.check()
         return heap.epochs()
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     return jax.device_put(np.zeros(mesh.size, np.int32), sharding)
@@ -270,12 +280,23 @@ def adds_up_rows(
     axis_name: AxisName,
     epochs: jax.Array,
 ) -> bool:
-    """Whether a kernel of `all_reduce` adds such rows up as it sends them: two-shot over peer memory alone does."""
+    """Whether a kernel of `all_reduce` adds such rows up as it sends them: two-shot over peer memory alone does, where
+    a row is tiles of 512 bytes and more, or one of less; tiles of 4,168 features would be of 16 bytes."""
     message = _summed_over(x, token_rows)
     heap, _ = _kernel_for(message, axis_name, epochs)
     return (
-        heap is not None and _algorithm(message, heap) == "two_shot" and sum_unavailable(x, token_rows, x.dtype) is None
+        heap is not None
+        and _algorithm(message, heap) == "two_shot"
+        and fits_tiles(x.shape[1])
+        and sum_unavailable(x, token_rows, x.dtype) is None
     )
+
+
+def fits_tiles(features: int) -> bool:
+    """Whether bfloat16 rows of so many features divide into tiles of 32 vectors and more, whatever the tiles' limit,
+    which is TEAM_THREADS and more."""
+    vectors = 2 * features // VECTOR
+    return any(vectors % tile == 0 for tile in range(max(1, min(vectors, 32)), TEAM_THREADS + 1))
 
 
 def _all_reduce_reference(x: jax.Array, axis_name: AxisName, epochs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qwenjax_ffi.symmetric_memory_driver import Driver, DriverError, HandleKind
 from qwenjax_ffi.symmetric_memory_exchange import (
+    TIMEOUT_VARIABLE,
     DescriptorServer,
     PeerError,
     Rendezvous,
@@ -98,7 +99,8 @@ class MappedMemory:
             if code:
                 raise PeerError(
                     f"rank {rank}: {FAILURES.get(code, f'failure {code}')} (rank {peer}, collective {epoch}); "
-                    "its results are wrong, and the heap cannot be used any more"
+                    "its kernel was stopped and the process's CUDA context with it: start a new process. If the rank "
+                    f"is only slow, raise {TIMEOUT_VARIABLE}"
                 )
 
     def _agree(self, num_bytes: int) -> tuple[HandleKind, bool]:

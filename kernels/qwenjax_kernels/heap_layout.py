@@ -14,6 +14,7 @@ MAX_RANKS = 16
 VECTOR = 16  # bytes that one thread moves at once
 THREADS = 512
 TEAMS = 8  # of a block in two-shot, at most
+TEAM_THREADS = THREADS // TEAMS
 MAX_BLOCKS = 128  # of 132 multiprocessors; 64 took 430 us for 128 MiB on two H200s, 128 take 388
 TILE_BYTES = 64 * 1024  # of one step of all teams of a block
 STAGED_BYTES = TILE_BYTES + TEAMS * MAX_RANKS * VECTOR  # their tiles as the slices of all ranks, each in whole vectors

@@ -35,6 +35,7 @@ from qwenjax.sampling_params import SamplingParams, validate_for
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_ffi.collectives import peer_failure, unarmed
+from qwenjax_ffi.symmetric_memory_exchange import PeerError
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +205,12 @@ class Engine:
         changed, as they now stand: none where no results were due.
 
         Ctrl-C while it waits for results leaves them to the next step. Any other failure of a call is final: the
-        engine's state is gone, and every later step raises RuntimeError.
+        engine's state is gone, and every later step raises RuntimeError. A rank that did not come (PeerError) takes the
+        process's CUDA context too.
         """
         if self._failure is not None:
-            raise RuntimeError(f"the engine failed ({self._failure}); make a new one") from self._failure
+            new = "start a new process" if isinstance(self._failure, PeerError) else "make a new one"
+            raise RuntimeError(f"the engine failed ({self._failure}); {new}") from self._failure
         try:
             with self._end.stepping() if isinstance(self._end, Leader) else nullcontext():
                 return self._step()

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives
@@ -131,6 +133,38 @@ def test_rows_are_added_up_by_the_two_shot_kernel_alone_with_the_same_bits(
     assert called == [(name, RANKS, *form) for name in ("all_reduce", "all_reduce_rms_norm")]
 
 
+@settings(deadline=None)  # the first example imports CuTeDSL
+@given(vectors=st.integers(1, 1024), tokens=st.integers(1, 100_000))
+@example(vectors=1031, tokens=100_000)  # tiles of one vector: more than the kernel counts
+def test_rows_that_the_kernel_adds_up_fill_its_tiles(vectors: int, tokens: int) -> None:
+    pytest.importorskip("cutlass")
+    from cutlass import BFloat16
+
+    from qwenjax_kernels.all_reduce import AllReduce
+
+    features = 8 * vectors
+    if collectives.fits_tiles(features) and tokens * features < 1 << 31:
+        kernel = AllReduce(
+            ranks=2, dtype=BFloat16, elements=tokens * features, algorithm="two_shot", top_k=8, features=features
+        )
+        assert kernel.tile_vectors >= min(vectors, 32)
+
+
+@pytest.mark.parametrize(("features", "divide"), [(2880, True), (4168, False), (7168, True)])
+def test_rows_that_do_not_divide_into_tiles_are_summed_apart(
+    features: int, divide: bool, called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "sum_unavailable", lambda *a: None)
+    rows = jax.ShapeDtypeStruct((RANKS, 8, features), jnp.bfloat16)
+    token_rows = jax.ShapeDtypeStruct((RANKS, 2048, 8), jnp.int32)
+
+    def call(rows: jax.Array, token_rows: jax.Array, epochs: jax.Array) -> Any:
+        return collectives.all_reduce(rows, "model", epochs, token_rows=token_rows)
+
+    jax.eval_shape(lambda *operands: on_ranks(call, *operands, heap_epochs()), rows, token_rows)
+    assert called == [("all_reduce", RANKS, "two_shot", *(["rows"] if divide else []))]
+
+
 def test_a_message_of_two_to_the_31_elements_is_left_to_xla(called: list[tuple[Any, ...]]) -> None:
     def trace(implementation: Any, rows: int) -> None:
         def call(x: jax.Array, epochs: jax.Array) -> Any:
@@ -168,6 +202,8 @@ def test_what_a_collective_failed_with_is_found_by_its_mesh(monkeypatch: pytest.
     monkeypatch.setattr(collectives, "_heaps", {(mesh(), "model", 0): Failed(), (mesh(RANKS, 1), "data", 0): None})
     assert str(collectives.peer_failure(mesh())) == "rank 1 did not come"
     assert collectives.peer_failure(mesh(RANKS, 1)) is None
+    with pytest.raises(PeerError, match="rank 1 did not come"):
+        collectives.fresh_epochs(mesh(), "model")
 
 
 @pytest.mark.parametrize("implementation", ["auto", "kernel"])

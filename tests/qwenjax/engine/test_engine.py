@@ -15,6 +15,7 @@ from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.outputs import RequestOutput
 from qwenjax.tokenizer import Tokenizer
+from qwenjax_ffi.symmetric_memory_exchange import PeerError
 from tests.generation import EOS_IDS, VOCABULARY, assert_engine_free, backend, forced, greedy, ids_of_bytes, random_ids
 from tests.helpers import model_from_tensors, random_tensors, tiny
 
@@ -280,6 +281,19 @@ def test_a_failed_call_ends_the_engine_with_an_error_that_says_so(engine: Engine
     with pytest.raises(ZeroDivisionError):
         broken.step()
     with pytest.raises(RuntimeError, match=r"the engine failed .*division by zero.*make a new one"):
+        broken.step()
+
+
+def test_a_rank_that_did_not_come_ends_the_engine_with_an_error_that_asks_for_a_new_process(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qwenjax.engine.engine.peer_failure", lambda mesh: PeerError("rank 1 did not come"))
+    broken = Engine(engine.model, engine.tokenizer, engine.config)
+    broken._compiled = dict.fromkeys(engine._compiled, lambda *_: 1 / 0)
+    broken.add_request("a", random_ids(3), greedy(2))
+    with pytest.raises(PeerError, match="rank 1 did not come"):
+        broken.step()
+    with pytest.raises(RuntimeError, match=r"the engine failed \(rank 1 did not come\); start a new process"):
         broken.step()
 
 
