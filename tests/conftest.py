@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "programs"))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    # Ranks on streams of one GPU wait for one another, and may not be queued behind each other: more than 8 queues.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import jax
 
     jax.config.update("jax_num_cpu_devices", FAKE_CPU_DEVICES)

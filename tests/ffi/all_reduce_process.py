@@ -1,6 +1,6 @@
-"""All-reduce called from JAX on several GPUs; as a program, one process, or one of several with a GPU each.
+"""All-reduce called from JAX on several GPUs; as a program, one process on two GPUs, or a rank.
 
-    python all_reduce_process.py CALLS [PROCESS PROCESSES PORT]
+    python all_reduce_process.py CALLS [PROCESS PROCESSES PORT DEVICE]
 
 Prints "wrong: 0" where every sum of every call was exact.
 """
@@ -16,9 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives
+from qwenjax_ffi.all_reduce_choice import choose_algorithm, one_shot_limit
+from tests.ffi.gpu_processes import join
 
 BY_RANK = PartitionSpec(("data", "model"))
-SMALL, LARGE = 1001, 700_001  # bf16 elements: one-shot and two-shot
+SMALL = 1001  # bf16 elements: one-shot
 
 
 def gpu_mesh(ranks: int | None = None) -> Mesh:
@@ -47,6 +49,9 @@ def pattern(call: jax.Array, rank: Any, elements: int) -> jax.Array:
 def many_calls(mesh: Mesh, calls: int, late: bool) -> int:
     """How many elements were wrong in `calls` calls of each size; late: whether one rank, by chance, comes later."""
     ranks = mesh.size
+    large = one_shot_limit(ranks) // 2 + 1001  # of two bytes: two-shot
+    algorithms = [choose_algorithm(2 * elements, ranks, multicast=False) for elements in (SMALL, large)]
+    assert algorithms == ["one_shot", "two_shot"], algorithms
 
     def program(epochs: jax.Array) -> tuple[jax.Array, jax.Array]:
         rank = jax.lax.axis_index("model")
@@ -58,7 +63,7 @@ def many_calls(mesh: Mesh, calls: int, late: bool) -> int:
                 chance = (call * 40503 + 12345) % 65536
                 steps = jnp.where((chance % (8 * ranks)) == rank, chance // 2048, 0)
                 delay = jax.lax.fori_loop(0, steps, lambda _, x: x * 0.5, delay)
-            for elements in (SMALL, LARGE):
+            for elements in (SMALL, large):
                 # The delay is 0, which only the device knows. The input's memory is used again as soon as it is free.
                 x = pattern(call, rank, elements) + delay.astype(jnp.bfloat16)
                 total, epochs = collectives.all_reduce(x, "model", epochs, implementation="kernel")
@@ -78,9 +83,8 @@ def many_calls(mesh: Mesh, calls: int, late: bool) -> int:
 def main() -> None:
     calls, *job = sys.argv[1:]
     if job:
-        process, processes, port = map(int, job)
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=[process])
-    mesh = gpu_mesh(2)
+        join(*map(int, job))
+    mesh = gpu_mesh(jax.process_count() if job else 2)
     print(f"wrong: {many_calls(mesh, int(calls), late=True) + many_calls(mesh, int(calls), late=False)}", flush=True)
     collectives.close_heap(mesh, "model")
     if job:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from qwenjax_ffi import all_reduce_kernel, collectives
 from qwenjax_ffi.grouped_gemm import sum_rows
 from tests.ffi import all_reduce_process
-from tests.ffi.gpu_processes import check, check_two, start
+from tests.ffi.gpu_processes import check, check_ranks, start
 
 pytestmark = pytest.mark.gpu
 
@@ -108,8 +108,12 @@ def test_rows_are_added_up_as_they_are_sent_with_the_bits_of_the_sum_apart(token
     found, expected = (
         run(functools.partial(call, apart), rows, token_rows, residual, weight) for apart in (False, True)
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(bits(one), bits(other))
+    # Norms add the squares up by team, of which there are others: seen on two H200s, a row in 4,096 rounds otherwise.
+    np.testing.assert_allclose(*(np.asarray(norm[2], np.float32) for norm in (found, expected)), rtol=2.0**-6)
+    ranks_of_norm = bits(found[2]).reshape(ranks, -1)
+    assert (ranks_of_norm == ranks_of_norm[0]).all()
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -125,4 +129,8 @@ def test_without_command_buffers() -> None:
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graphs", "no graphs"])
 def test_two_processes(flags: str) -> None:
     mesh()
-    check_two(PROGRAM, 5000, XLA_FLAGS=flags)
+    check_ranks(PROGRAM, [0, 1], 5000, XLA_FLAGS=flags)
+
+
+def test_two_processes_that_share_a_gpu() -> None:
+    check_ranks(PROGRAM, [0, 0], 10)

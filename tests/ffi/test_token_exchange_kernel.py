@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from qwenjax_ffi.token_exchange import combine, dispatch
 from tests.ffi import token_exchange_process as process
-from tests.ffi.gpu_processes import check, check_two, start
+from tests.ffi.gpu_processes import check, check_ranks, start
 
 pytestmark = pytest.mark.gpu
 
@@ -89,4 +89,4 @@ def test_without_command_buffers() -> None:
 
 def test_two_processes() -> None:
     mesh()
-    check_two(PROGRAM, 1024)
+    check_ranks(PROGRAM, [0, 1], 1024)

@@ -1,6 +1,6 @@
-"""Dispatch and combine called from JAX on several GPUs; as a program, one process, or one of several with a GPU each.
+"""Dispatch and combine called from JAX on several GPUs; as a program, one process on two GPUs, or a rank.
 
-    python token_exchange_process.py ITERATIONS [PROCESS PROCESSES PORT]
+    python token_exchange_process.py ITERATIONS [PROCESS PROCESSES PORT DEVICE]
 
 Prints "wrong: 0" where every sum of every iteration was exact.
 """
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from qwenjax_ffi import collectives
 from qwenjax_ffi.token_exchange import combine, dispatch
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
+from tests.ffi.gpu_processes import join
 
 BY_RANK = PartitionSpec(("data", "model"))
 ROWS = ExchangeRows(tokens=64, hidden=4096, top_k=8, dtype=jnp.bfloat16)
@@ -105,9 +106,8 @@ def many_layers(mesh: Mesh, iterations: int, late: bool, tokens: int = 64, hidde
 def main() -> None:
     iterations, *job = sys.argv[1:]
     if job:
-        process, processes, port = map(int, job)
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=[process])
-    mesh = gpu_mesh(2)
+        join(*map(int, job))
+    mesh = gpu_mesh(jax.process_count() if job else 2)
     wrong = many_layers(mesh, int(iterations), late=True) + many_layers(mesh, int(iterations), late=False)
     print(f"wrong: {wrong}", flush=True)
     collectives.close_heap(mesh, "data")

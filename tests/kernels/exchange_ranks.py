@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from qwenjax_kernels.token_dispatch import TokenDispatch
 from qwenjax_kernels.token_dispatch_mxfp8 import MXFP8TokenDispatch
 from qwenjax_kernels.token_exchange_layout import ExchangeLayout, units_for
 from tests.ffi.heap_process import FolderStore
-from tests.kernels.gpu_ranks import DTYPES, Ranks, call, compiled
+from tests.kernels.gpu_ranks import APART_NS, DTYPES, Ranks, call, compiled
 
 NAN, JUNK = 0xFF, 0x77  # bytes that results are filled with before: NaN as floats, and integers that no result is
 
@@ -280,15 +280,16 @@ def load(ranks: Ranks, layer: Layer, dispatch: Any, combine: Any) -> None:
     ranks.synchronise()
 
 
-def many_layers(ranks: Ranks, shape: Shape, iterations: int, seed: int, max_blocks: int = 32) -> None:
+def many_layers(ranks: Ranks, shape: Shape, iterations: int, seed: int, **settings: Any) -> None:
     """`iterations` of dispatch, dispatch, combine, combine of two layers, an all-reduce in every fifth, integers whose
     sums are exact, all routings in turn, ranks late by chance; every result is kept and looked at in the end. Each
-    process draws its own delays."""
+    process draws its own delays. settings: of `compiled_dispatch`, by default with few blocks."""
+    settings = {"max_blocks": 32} | settings
     cases = [make_case(shape, ids, k, integers=True) for k, ids in enumerate(routings(shape, 0).values())]
     layers = [Layer(ranks, shape, cases) for _ in range(2)]
-    dispatch, combine = compiled_dispatch(shape, max_blocks=max_blocks), compiled_combine(shape, max_blocks=max_blocks)
+    dispatch, combine = compiled_dispatch(shape, **settings), compiled_combine(shape, **settings)
     elements = 1001
-    reduce = compiled(shape.ranks, "bfloat16", elements, "one_shot", max_blocks=4)
+    reduce = compiled(shape.ranks, "bfloat16", elements, "one_shot", **settings | {"max_blocks": 4})
     operand = {r: ranks.put(r, np.zeros(elements, np.uint16)) for r in ranks.local}
     for rank in ranks.local:
         ranks.launch(reduce, rank, operand[rank], operand[rank], armed=False)
@@ -318,12 +319,25 @@ def many_layers(ranks: Ranks, shape: Shape, iterations: int, seed: int, max_bloc
                     ranks.copy(rank, target + (2 * iteration + i) * n, source, n)
     ranks.synchronise()
     ranks.memory.check()
+    turns = {case: [t for t in range(2 * iterations) if case_of(t // 2, t % 2) == case] for case in range(len(cases))}
+    kinds = [*((dims, dtype) for dims, dtype, _ in shape.dispatched), (cases[0].out.shape[1:], cases[0].out.dtype)]
     for rank in ranks.local:
-        for turn in range(2 * iterations):
-            case = cases[case_of(turn // 2, turn % 2)]
-            *results, out = (base + turn * n for base, n in zip(log[rank], sizes, strict=True))
-            got = layers[0].dispatched(rank, results)
-            case.check(shape, rank, got, layers[0].combined(out), f"turn {turn}, rank {rank}")
+        got = [
+            ranks.get(base, (2 * iterations, *dims), dtype)
+            for base, (dims, dtype) in zip(log[rank], kinds, strict=True)
+        ]
+        for case, times in zip(cases, turns.values(), strict=True):
+            if not times:
+                continue
+            *results, out = (value[times[0]] for value in got)
+            case.check(shape, rank, results, out, f"turn {times[0]}, rank {rank}")
+            # Rows behind the last one that came are anything.
+            came = (np.arange(shape.tokens) < case.counts[rank][:, None])[..., None]
+            for number, value in enumerate(got):
+                raw = value[times].view(f"u{value.itemsize}")
+                differ = (raw != raw[0]) & (came if number == 0 else True)
+                where = sorted({times[i] for i in np.nonzero(differ)[0]})
+                assert not where, f"rank {rank}: result {number} of turns {where[:8]} is not that of turn {times[0]}"
 
 
 SMALL = Shape(ranks=2, dtype="bfloat16", tokens=9, hidden=264, top_k=3, experts=8)
@@ -334,8 +348,9 @@ def main() -> None:
     rank, count = int(process), int(processes)
     call("cuInit", 0)
     rendezvous = Rendezvous(FolderStore(Path(folder)), "ranks", rank, count, 60.0)
-    mine = make_ranks(SMALL, rendezvous, {rank: rank % call("cuDeviceGetCount")})
-    many_layers(mine, SMALL, int(iterations), seed=rank)
+    shape = replace(SMALL, ranks=count)
+    mine = make_ranks(shape, rendezvous, {rank: rank % call("cuDeviceGetCount")})
+    many_layers(mine, shape, int(iterations), seed=rank, timeout_ns=APART_NS)
     rendezvous.gather("done", True)
     mine.close()
     print("ok", flush=True)

@@ -23,14 +23,17 @@ from qwenjax_ffi.symmetric_memory_exchange import Rendezvous
 from qwenjax_ffi.symmetric_memory_mapping import MappedMemory
 from qwenjax_kernels import peers, signals
 from qwenjax_kernels.all_reduce import AllReduce
-from qwenjax_kernels.heap_layout import BASES_WORD, RANK_WORD, RECORD_WORD, HeapLayout, num_words
+from qwenjax_kernels.heap_layout import BASES_WORD, MAX_BLOCKS, RANK_WORD, RECORD_WORD, HeapLayout, num_words
 from tests.ffi.heap_process import FolderStore
+from tests.kernels import all_reduce_cases as cases
 
 DTYPES = {
     "bfloat16": (cutlass.BFloat16, np.dtype(ml_dtypes.bfloat16)),
     "float16": (cutlass.Float16, np.dtype(np.float16)),
     "float32": (cutlass.Float32, np.dtype(np.float32)),
 }
+
+APART_NS = 60 * 10**9  # that ranks of several processes wait: each compiles its kernels when it may
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -120,7 +123,8 @@ class Ranks:
 
 
 def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0, **settings: Any) -> Any:
-    """The kernel, as a function of (stream, x, table, out) or (stream, x, table, residual, weight, out, normed)."""
+    """The kernel, as a function of (stream, x, table, out) or (stream, x, table, residual, weight, out, normed); with
+    the settings top_k and features, of token_rows behind these."""
     settings = {"timeout_ns": 5 * 10**9, "trap": False} | settings
     kernel = AllReduce(
         ranks=ranks, dtype=DTYPES[dtype][0], elements=elements, algorithm=algorithm, row=row, eps=1e-6, **settings
@@ -131,13 +135,31 @@ def compiled(ranks: int, dtype: str, elements: int, algorithm: Any, row: int = 0
         kernel.launch(stream, x, table, None, None, None, out, None)
 
     @cute.jit
+    def plain_of_rows(stream: cuda.CUstream, x: Int64, table: Int64, out: Int64, token_rows: Int64) -> None:
+        kernel.launch(stream, x, table, token_rows, None, None, out, None)
+
+    @cute.jit
     def fused(
         stream: cuda.CUstream, x: Int64, table: Int64, residual: Int64, weight: Int64, out: Int64, normed: Int64
     ) -> None:
         kernel.launch(stream, x, table, None, residual, weight, out, normed)
 
-    addresses = [Int64(0)] * (6 if row else 3)
-    return cute.compile(fused if row else plain, cuda.CUstream(0), *addresses)
+    @cute.jit
+    def fused_of_rows(
+        stream: cuda.CUstream,
+        x: Int64,
+        table: Int64,
+        residual: Int64,
+        weight: Int64,
+        out: Int64,
+        normed: Int64,
+        token_rows: Int64,
+    ) -> None:
+        kernel.launch(stream, x, table, token_rows, residual, weight, out, normed)
+
+    form = (fused_of_rows if row else plain_of_rows) if kernel.top_k else (fused if row else plain)
+    addresses = [Int64(0)] * ((6 if row else 3) + bool(kernel.top_k))
+    return cute.compile(form, cuda.CUstream(0), *addresses)
 
 
 class CountingBlock:
@@ -191,24 +213,41 @@ def add_one(address: Int64) -> None:
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
-def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks: int = 4) -> None:
-    """Small one-shot calls with a large two-shot one in every `every`, exact sums of inputs that change from call to
-    call and are overwritten right after each, ranks late by chance. Each process draws its own delays."""
-    variants, sizes = 7, {"one_shot": 1001, "two_shot": 300_001}
+def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, **settings: Any) -> None:
+    """Small one-shot calls with a large two-shot one and one that adds up rows in every `every`, exact sums of inputs
+    that change from call to call and are overwritten right after each, ranks late by chance. Each process draws its own
+    delays. settings: of `compiled`, by default with few blocks, so that those of eight ranks on one GPU are all
+    resident."""
+    settings = {"max_blocks": 4} | settings
+    tokens, features = 200, 264
+    variants, sizes = 7, {"one_shot": 1001, "two_shot": 300_001, "rows": tokens * features}
     dtype = DTYPES["bfloat16"][1]
     draw = np.random.default_rng(0)
-    inputs = {name: draw.integers(-8, 8, (variants, ranks.ranks, n)).astype(dtype) for name, n in sizes.items()}
-    # Two algorithms in turn: their calls use the same heap.
-    kernels: dict[str, Any] = {
-        name: compiled(ranks.ranks, "bfloat16", n, name, max_blocks=max_blocks) for name, n in sizes.items()
+    inputs = {
+        name: draw.integers(-8, 8, (variants, ranks.ranks, 3 * n if name == "rows" else n)).astype(dtype)
+        for name, n in sizes.items()
     }
-    names = ["two_shot" if c % every == every - 1 else "one_shot" for c in range(calls)]
+    expected = {name: np.stack([cases.summed(values) for values in inputs[name]]) for name in ("one_shot", "two_shot")}
+    _, named = cases.rows_of_tokens(0, ranks.ranks, tokens, features, dtype)
+    of_ranks = (ranks.ranks, 3 * tokens, features)
+    added_up = [cases.added_up(values.reshape(of_ranks), named) for values in inputs["rows"]]
+    expected["rows"] = np.stack([cases.summed(values).reshape(-1) for values in added_up])
+    # Three forms in turn: their calls use the same heap.
+    of_rows = {"top_k": cases.TOP_K, "features": features}
+    kernels: dict[str, Any] = {
+        "one_shot": compiled(ranks.ranks, "bfloat16", sizes["one_shot"], "one_shot", **settings),
+        "two_shot": compiled(ranks.ranks, "bfloat16", sizes["two_shot"], "two_shot", **settings),
+        "rows": compiled(ranks.ranks, "bfloat16", sizes["rows"], "two_shot", **of_rows, **settings),
+    }
+    token_rows = {rank: ranks.put(rank, named[rank]) for rank in ranks.local}
+    large = {every - 1: "two_shot", every // 2 - 1: "rows"}
+    names = [large.get(c % every, "one_shot") for c in range(calls)]
     count = {name: names.count(name) for name in sizes}
     devices = {
         rank: {name: [ranks.put(rank, inputs[name][k, rank]) for k in range(variants)] for name in sizes}
         for rank in ranks.local
     }
-    x = {rank: ranks.empty(rank, 2 * max(sizes.values())) for rank in ranks.local}
+    x = {rank: ranks.empty(rank, max(value[0, 0].nbytes for value in inputs.values())) for rank in ranks.local}
     log = {rank: {name: ranks.empty(rank, 2 * sizes[name] * count[name]) for name in sizes} for rank in ranks.local}
     late = random.Random(seed)
     for rank in ranks.local:
@@ -216,22 +255,24 @@ def many_calls(ranks: Ranks, calls: int, seed: int, every: int = 20, max_blocks:
             ranks.fill(rank, log[rank][name], 0xFF, 2 * sizes[name] * count[name])
     done = dict.fromkeys(sizes, 0)
     for name in names:
-        num_bytes, k = 2 * sizes[name], done[name] % variants
+        k = done[name] % variants
+        num_bytes = inputs[name][k, 0].nbytes
         for rank in ranks.local:
             if late.random() < 0.01:
                 time.sleep(late.random() * 2e-3)
             ranks.copy(rank, x[rank], devices[rank][name][k], num_bytes)
-            ranks.launch(kernels[name], rank, x[rank], log[rank][name] + done[name] * num_bytes)
+            others = [token_rows[rank]] if name == "rows" else []
+            ranks.launch(kernels[name], rank, x[rank], log[rank][name] + done[name] * 2 * sizes[name], *others)
             ranks.fill(rank, x[rank], 0xFF, num_bytes)
         done[name] += 1
     ranks.synchronise()
     ranks.memory.check()
     for name, n in sizes.items():
-        expected = inputs[name].astype(np.float32).sum(axis=1).astype(dtype).view(np.uint16)
         for rank in ranks.local:
             got = ranks.get(log[rank][name], (count[name], n), np.uint16)
             for c in range(count[name]):
-                np.testing.assert_array_equal(got[c], expected[c % variants], err_msg=f"{name} call {c}, rank {rank}")
+                wanted = expected[name][c % variants].view(np.uint16)
+                np.testing.assert_array_equal(got[c], wanted, err_msg=f"{name} call {c}, rank {rank}")
 
 
 def main() -> None:
@@ -240,7 +281,7 @@ def main() -> None:
     call("cuInit", 0)
     rendezvous = Rendezvous(FolderStore(Path(folder)), "ranks", rank, ranks, 60.0)
     mine = Ranks({rank: rank % call("cuDeviceGetCount")}, ranks, rendezvous)
-    many_calls(mine, int(calls), seed=rank)
+    many_calls(mine, int(calls), seed=rank, max_blocks=MAX_BLOCKS, timeout_ns=APART_NS)
     rendezvous.gather("done", True)
     mine.close()
     print("ok", flush=True)

@@ -1,13 +1,11 @@
 """The all-reduce kernels on GPUs without JAX: as many ranks as asked on the GPUs there are, one GPU being enough.
 
-Ranks that share a GPU run beside each other on streams of their own, with grids that leave room for all.
+Ranks of one process that share a GPU run beside each other on streams of their own, with grids that leave room for all.
+Those of several processes take turns on it, milliseconds each, and have it for themselves then.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +15,13 @@ import numpy as np
 import pytest
 
 from qwenjax_ffi.symmetric_memory_exchange import PeerError
+from tests.ffi.gpu_processes import check_folder
+from tests.kernels import all_reduce_cases as cases
 
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).with_name("gpu_ranks.py")
-ROOT = PROGRAM.parents[2]
+RESIDENT = 128  # blocks of all ranks that share a GPU
 CANARY = 64  # bytes before and behind a result that must stay as they are
 
 
@@ -33,7 +33,7 @@ def make(ranks: int) -> Any:
     return Ranks({rank: rank % devices for rank in range(ranks)}, ranks)
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, 4, 8])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = make(request.param)
     yield made
@@ -59,10 +59,8 @@ def test_sums_are_those_of_float32_in_rank_order_and_nothing_else_is_written(ran
     algorithm, name, elements, offset = case
     dtype = DTYPES[name][1]
     values = np.random.default_rng(elements).normal(0, 1, (ranks.ranks, elements)).astype(dtype)
-    total = values[0].astype(np.float32)
-    for value in values[1:]:
-        total = total + value.astype(np.float32)
-    kernel = compiled(ranks.ranks, name, elements, algorithm, max_blocks=32)
+    total = cases.summed(values)
+    kernel = compiled(ranks.ranks, name, elements, algorithm, max_blocks=RESIDENT // ranks.ranks)
     shift = offset * dtype.itemsize
     outs = {}
     for rank in ranks.local:
@@ -77,7 +75,7 @@ def test_sums_are_those_of_float32_in_rank_order_and_nothing_else_is_written(ran
         assert (raw[-CANARY:] == 0xAB).all()
         bits = np.dtype(f"u{dtype.itemsize}")
         np.testing.assert_array_equal(
-            raw[CANARY + shift : -CANARY].view(bits), total.astype(dtype).view(bits), err_msg=f"rank {rank}"
+            raw[CANARY + shift : -CANARY].view(bits), total.view(bits), err_msg=f"rank {rank}"
         )
 
 
@@ -89,12 +87,8 @@ def test_the_fused_form_adds_the_residual_and_normalises(ranks: Any, algorithm: 
     draw = np.random.default_rng(row)
     x = draw.normal(0, 1, (ranks.ranks, rows, row)).astype(dtype)
     residual, weight = draw.normal(0, 1, (rows, row)).astype(dtype), draw.normal(1, 0.1, row).astype(dtype)
-    total = sum((value.astype(np.float32) for value in x[1:]), x[0].astype(np.float32)).astype(dtype)
-    added = (residual.astype(np.float32) + total.astype(np.float32)).astype(dtype)
-    wide = added.astype(np.float64)
-    normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(dtype).astype(np.float64)
-    expected = normed * weight.astype(np.float64)
-    kernel = compiled(ranks.ranks, "bfloat16", rows * row, algorithm, row, max_blocks=32)
+    added = cases.with_residual(cases.summed(x), residual)
+    kernel = compiled(ranks.ranks, "bfloat16", rows * row, algorithm, row, max_blocks=RESIDENT // ranks.ranks)
     outs = {}
     for rank in ranks.local:
         operands = [ranks.put(rank, value) for value in (x[rank], residual, weight)]
@@ -102,14 +96,45 @@ def test_the_fused_form_adds_the_residual_and_normalises(ranks: Any, algorithm: 
         ranks.launch(kernel, rank, *operands, *outs[rank])
     ranks.synchronise()
     ranks.memory.check()
-    first = None
-    for out, norm in outs.values():
-        np.testing.assert_array_equal(ranks.get(out, (rows, row), np.uint16), added.view(np.uint16))
-        got = ranks.get(norm, (rows, row), dtype)
-        # Rounded twice to bf16; where the norm lies between two of its values, either.
-        assert (np.abs(got.astype(np.float64) - expected) <= 2.0**-6 * np.abs(expected) + 1e-30).all()
-        first = got if first is None else first
-        np.testing.assert_array_equal(got.view(np.uint16), first.view(np.uint16))
+    check_fused(ranks, outs, added, weight)
+
+
+def check_fused(ranks: Any, outs: dict[int, list[int]], added: np.ndarray, weight: np.ndarray) -> None:
+    """outs: addresses of the sums and of their norms, by rank; the norms' bits are the same on all."""
+    normed = [ranks.get(norm, added.shape, added.dtype) for _, norm in outs.values()]
+    for (rank, (out, _)), got in zip(outs.items(), normed, strict=True):
+        found = ranks.get(out, added.shape, added.dtype)
+        np.testing.assert_array_equal(cases.bits(found), cases.bits(added), err_msg=f"rank {rank}")
+        cases.check_norm(got, added, weight, f"on rank {rank}")
+        np.testing.assert_array_equal(cases.bits(got), cases.bits(normed[0]), err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "with residual and norm"])
+@pytest.mark.parametrize(("tokens", "features"), [(1, 4096), (77, 2880), (1000, 2048), (3000, 64)])
+def test_rows_are_added_up_as_they_are_sent(ranks: Any, tokens: int, features: int, fused: bool) -> None:
+    from tests.kernels.gpu_ranks import DTYPES, compiled
+
+    dtype = DTYPES["bfloat16"][1]
+    rows, named = cases.rows_of_tokens(tokens, ranks.ranks, tokens, features, dtype)
+    draw = np.random.default_rng(features)
+    residual, weight = draw.normal(0, 1, (tokens, features)).astype(dtype), draw.normal(1, 0.1, features).astype(dtype)
+    kernel = compiled(
+        ranks.ranks, "bfloat16", tokens * features, "two_shot", features if fused else 0,
+        top_k=cases.TOP_K, features=features, max_blocks=RESIDENT // ranks.ranks,
+    )  # fmt: skip
+    outs = {}
+    for rank in ranks.local:
+        outs[rank] = [ranks.put(rank, np.full((tokens, features), np.nan, dtype)) for _ in range(1 + fused)]
+        others = [ranks.put(rank, value) for value in (residual, weight)] if fused else []
+        ranks.launch(kernel, rank, ranks.put(rank, rows[rank]), *others, *outs[rank], ranks.put(rank, named[rank]))
+    ranks.synchronise()
+    ranks.memory.check()
+    total = cases.summed(cases.added_up(rows, named))
+    if fused:
+        check_fused(ranks, outs, cases.with_residual(total, residual), weight)
+    else:
+        for rank, (out,) in outs.items():
+            np.testing.assert_array_equal(ranks.get(out, total.shape, dtype), total, err_msg=f"rank {rank}")
 
 
 def test_ten_thousand_calls_with_late_ranks_and_inputs_overwritten_at_once(ranks: Any) -> None:
@@ -119,20 +144,10 @@ def test_ten_thousand_calls_with_late_ranks_and_inputs_overwritten_at_once(ranks
 
 
 def test_two_processes_without_jax(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(process), "2", str(tmp_path), "400"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for process in range(2)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=100)
-        assert out == "ok\n", err[-3000:]
+    from tests.kernels.gpu_ranks import call
+
+    call("cuInit", 0)
+    check_folder(PROGRAM, tmp_path, 400 if call("cuDeviceGetCount") > 1 else 60)
 
 
 def test_a_rank_that_does_not_come_and_one_with_another_shape_are_failures_not_hangs() -> None:

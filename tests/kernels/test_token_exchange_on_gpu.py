@@ -1,10 +1,7 @@
-"""Dispatch and combine on GPUs without JAX: two ranks and four on the GPUs there are, one GPU being enough."""
+"""Dispatch and combine on GPUs without JAX: two ranks, four and eight on the GPUs there are, one GPU being enough."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,11 @@ from typing import Any
 import pytest
 
 from qwenjax_ffi.symmetric_memory_exchange import PeerError
+from tests.ffi.gpu_processes import check_folder
 
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).with_name("exchange_ranks.py")
-ROOT = PROGRAM.parents[2]
 
 # ranks, dtype, tokens, hidden, top_k, experts, MXFP8 rows
 SHAPES = [
@@ -29,6 +26,10 @@ SHAPES = [
     (4, "float32", 5, 24, 3, 8),
     (2, "bfloat16", 64, 4096, 8, 128, True),
     (4, "bfloat16", 7, 1056, 3, 8, True),
+    (8, "bfloat16", 64, 4096, 8, 128),
+    (8, "float16", 3, 1000, 2, 16),
+    (8, "float32", 5, 24, 3, 8),
+    (8, "bfloat16", 64, 4096, 8, 128, True),
 ]
 
 
@@ -58,13 +59,13 @@ def test_rows_arrive_and_sums_come_home_for_every_routing(sizes: tuple[Any, ...]
     ranks.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_thousand_iterations_of_two_layers_in_flight_with_late_ranks(size: int) -> None:
     from tests.kernels import exchange_ranks as exchange
 
     shape = exchange.Shape(size, "bfloat16", tokens=9, hidden=264, top_k=3, experts=8)
     ranks = exchange.make_ranks(shape)
-    exchange.many_layers(ranks, shape, 1024, seed=1)
+    exchange.many_layers(ranks, shape, 1024, seed=1, max_blocks=128 // size)  # all resident on one GPU
     ranks.close()
 
 
@@ -73,21 +74,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
     call("cuInit", 0)
     # Processes that share a GPU take turns on it, milliseconds each.
-    iterations = "1024" if call("cuDeviceGetCount") > 1 else "32"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(process), "2", str(tmp_path), iterations],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for process in range(2)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=100)
-        assert out == "ok\n", err[-3000:]
+    check_folder(PROGRAM, tmp_path, 1024 if call("cuDeviceGetCount") > 1 else 16)
 
 
 def test_a_rank_that_does_not_come_is_an_error_not_a_hang() -> None:
