@@ -95,7 +95,7 @@ def test_every_accepted_field_does_something() -> None:
     """A field that the structs accept is one of SamplingParams' or is read by name somewhere in the front end."""
     source = "".join(path.read_text() for path in Path(api.__path__[0]).glob("*.py") if path.name != "requests.py")
     sampling = {field.name for field in fields(SamplingParams)}
-    inert = {"user", "safety_identifier"}
+    inert = {"user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention"}
     for kind in CompletionRequest, ChatRequest:
         unread = {name for name in kind.__struct_fields__ if f"request.{name}" not in source}
         assert unread - sampling == inert

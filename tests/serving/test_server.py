@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -55,7 +59,16 @@ def test_the_official_client_chats(client: Any, backend: FakeBackend) -> None:
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].logprobs.content[0].top_logprobs[0].logprob == -0.5
     extra = {"top_k": 3, "chat_template_kwargs": {"enable_thinking": False}}
-    stream = client.chat.completions.create(model="small", messages=messages, stream=True, extra_body=extra)
+    of_no_effect = {"metadata": {"team": "a"}, "prompt_cache_key": "b", "safety_identifier": "c", "user": "d"}
+    stream = client.chat.completions.create(
+        model="small",
+        messages=messages,
+        stream=True,
+        extra_body=extra,
+        store=False,
+        service_tier="auto",
+        **of_no_effect,
+    )
     assert "".join(part.choices[0].delta.content or "" for part in stream) == "hello w€"
     assert backend.asked[-1].params.top_k == 3
     assert (backend.asked[-1].prompt or "").endswith("</think>\n\n")
@@ -111,6 +124,31 @@ def test_a_socket_that_closes_ends_its_request_within_a_second(stream: bool) -> 
             assert wait_until(lambda: bool(backend.running), 5)
         assert wait_until(lambda: not backend.running, 1.0)
     assert backend.aborted == [backend.asked[0].request_id]
+
+
+def test_beyond_the_limit_of_connections_clients_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qwenjax_serving.api.server._SPARE_CONNECTIONS", 2 - 64)  # two of live_server's
+    with serving(create_app(FakeBackend())) as url:
+        held = [http.client.HTTPConnection(url.removeprefix("http://"), timeout=5) for _ in range(3)]
+        answers = list[http.client.HTTPResponse]()
+        for connection in held:
+            connection.request("GET", "/v1/models")
+            answers.append(connection.getresponse())
+            body = answers[-1].read()
+        assert [answer.status for answer in answers] == [200, 200, 503]
+        assert answers[-1].headers["retry-after"] == "1"
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        assert answers[-1].will_close
+        held[0].close()
+
+        def served() -> bool:
+            with suppress(urllib.error.HTTPError):
+                return urllib.request.urlopen(f"{url}/v1/models", timeout=5).status == 200
+            return False
+
+        assert wait_until(served, 1)
+        for connection in held:
+            connection.close()
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -22,8 +22,9 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chats have in common. Names of SamplingParams mean what they mean there.
 
     speculation: false to draft nothing for this request. cache_salt: requests share cached prefixes only with those of
-    the same salt. return_token_ids: adds the ids of prompt and output to the answer. user, safety_identifier: taken
-    from clients that send them; they change nothing.
+    the same salt. return_token_ids: adds the ids of prompt and output to the answer. user, safety_identifier,
+    metadata, prompt_cache_key, prompt_cache_retention: taken from clients that send them; they change nothing: prompts
+    are cached by what they begin with.
     """
 
     model: str | None = None
@@ -52,6 +53,9 @@ class Generation(Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):

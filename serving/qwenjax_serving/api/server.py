@@ -9,7 +9,11 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qwenjax_serving.api.errors import api_error
+from qwenjax_serving.backend import Overloaded
 
 _KEEP_ALIVE = 15  # seconds that an idle connection is kept: clients of Python let go after 5, and must be first
 _SPARE_CONNECTIONS = 256  # beside those of the requests that are worked on: probes, and clients told to come back
@@ -47,13 +51,23 @@ async def serve(
     """Serves until SIGTERM or SIGINT, or `until` returns. Then it accepts no more, gives what is running `grace`
     seconds to finish, cuts what is left, and returns; a second signal cuts at once. on_ready: called once it listens.
     """
+    most = max_concurrent_requests + _SPARE_CONNECTIONS
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(server.server_state.connections) > most:
+            refused = api_error(Overloaded(f"there are more than {most} connections; try again later"))
+            assert refused is not None
+            headers = {**refused.headers, "connection": "close"}
+            await Response(refused.body(), refused.status, headers, "application/json")(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app,
+        limited,
         lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=max_concurrent_requests + _SPARE_CONNECTIONS,
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=grace,
     )
