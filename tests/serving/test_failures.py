@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from qwenjax import LLM, RequestOutput
+from qwenjax import LLM, RequestOutput, SamplingParams
 from qwenjax_serving.backend import BackendError
 from qwenjax_serving.metrics import EngineCollector
 from qwenjax_serving.protocol.messages import VERSION, Admit, Grown, Handover, Ping, Prefilled, Taken, ToRouter
@@ -251,12 +252,43 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
+def left_in_shared_memory(since: float) -> list[str]:
+    """Files there that are newer and that no process has open or mapped: nobody will remove them."""
+    paths = [path for path in Path("/dev/shm").iterdir() if path.stat().st_mtime >= since]
+    used = set[str]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            used |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            used |= {os.readlink(link) for link in (process / "fd").iterdir()}
+    return [str(path) for path in paths if str(path) not in used]
+
+
+async def complete(url: str, prompt: list[int], params: SamplingParams, leaves: bool) -> None:
+    """A completion over HTTP, which streams, and ends with the first event where the client leaves."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    asked = {"model": "model", "prompt": prompt, "max_tokens": params.max_tokens, "n": params.n, "stream": True}
+    body = json.dumps(asked | {"ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    if leaves:
+        await reader.readuntil(b"data: ")
+    else:
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+
+
 def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> None:
     requests, chance = mixed(1000, seed=5), random.Random(7)
-    fates = [chance.random() for _ in requests]
+    fates, begun = [chance.random() for _ in requests], time.time()
 
-    async def one(place: int, room: asyncio.Semaphore) -> None:
+    async def one(url: str, place: int, room: asyncio.Semaphore) -> None:
         async with room:
+            if fates[place] < 0.2:
+                await complete(url, *requests[place], leaves=place % 2 == 0)
+                return
             if fates[place] < 0.7:
                 await two_of_each.generate(f"{place}", *requests[place])
                 return
@@ -267,24 +299,33 @@ def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> N
                 await anext(stream)
             two_of_each.backend.abort(f"{place}")
 
-    async def some(places: range) -> None:
-        room = asyncio.Semaphore(24)
-        await asyncio.gather(*(one(place, room) for place in places))
+    def memory() -> dict[str, int]:
+        return {name: resident(process.pid) for name, process in two_of_each.processes.items()}
 
-    two_of_each.run(some(range(200)), timeout=1200)  # connections are made, and prompts cached
-    two_of_each.wait_until_idle(5)
-    before = resources(two_of_each)
-    memory = {name: resident(process.pid) for name, process in two_of_each.processes.items()}
-    two_of_each.run(some(range(200, 1000)), timeout=1200)
-    two_of_each.wait_until_idle(5)
-    after = resources(two_of_each)
-    print("MiB", memory, {name: resident(process.pid) for name, process in two_of_each.processes.items()})
-    print("\n".join(f"{name}: {before[name]} {after.get(name)}" for name in before))
-    assert {name for name in before if "free_pages" in name or "sockets" in name or "shared memory" in name}
-    assert set(after) == set(before)
-    assert [name for name in before if after[name] > before[name]] == []
-    gauges = [name for name in before if name.startswith("qwenjax:")]
-    assert [name for name in gauges if after[name] != before[name]] == []
+    with two_of_each.serving() as url:
+
+        async def some(places: range) -> None:
+            room = asyncio.Semaphore(24)
+            await asyncio.gather(*(one(url, place, room) for place in places))
+
+        def after(places: range) -> dict[str, int]:
+            two_of_each.run(some(places), timeout=1200)
+            two_of_each.wait_until_idle(5)
+            return resources(two_of_each)
+
+        start = resources(two_of_each)
+        connected = after(range(40))  # every worker with every other
+        after(range(40, 200))
+        before = memory()
+        end = after(range(200, 1000))
+    print("MiB", before, memory())
+    print("\n".join(f"{name}: {start[name]} {connected[name]} {end.get(name)}" for name in start))
+    assert {name for name in start if "free_pages" in name or "sockets" in name or "shared memory" in name}
+    assert set(end) == set(start)
+    assert [name for name in start if name.startswith("qwenjax:") and end[name] != start[name]] == []
+    assert [name for name in start if end[name] > connected[name]] == []
+    assert left_in_shared_memory(begun) == []
+    assert [name for name, found in memory().items() if found > before[name] + 32] == []
 
 
 def test_a_decode_worker_too_slow_for_its_users_takes_fewer_outputs_and_the_rest_wait_in_the_router(

@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 
 from qwenjax.kv_transfer import KVLayout, Pages, plan_transfer
+from qwenjax_serving.protocol import messages
+from qwenjax_serving.protocol.messages import Offer
 from qwenjax_serving.transfer.device_staging import DeviceStagingBuffer
 from qwenjax_serving.transfer.nixl_transport import NixlTransport, TransferError
+from qwenjax_serving.transfer.reading import Reader
 from qwenjax_serving.transfer.staging import StagingBuffer, StagingLayout, byte_ranges
 from tests.serving.test_device_staging import HostDriver
 
@@ -103,6 +106,22 @@ def test_pages_between_processes_of_unequal_sharding_and_page_size(sources: tupl
         await transport.read(peer, np.zeros((0, 5), np.uint64), timeout=10)
 
     run(test, target)
+
+
+def test_as_many_bytes_of_the_buffer_change_as_a_read_says(sources: tuple[Source, Source]) -> None:
+    """Two poisons: a byte that comes is unlike one of them at least."""
+
+    async def test(transport: NixlTransport, buffer: StagingBuffer) -> None:
+        reader, memory = Reader(transport, buffer), buffer._memory.view(np.uint8)
+        await reader.learn(messages.Source("source", sources[0].layout, (sources[0].metadata,)))
+        offer, changed = Offer(1, "source", 0, 70, 270, 2, 6, (3, 1, 7, 0, 4), 0), np.zeros(memory.shape, np.bool_)
+        for poison in (0, 255):
+            memory[:] = poison
+            num_bytes = await reader.read(offer, (5, 2, 6), 0, range(2), timeout=10)
+            changed |= memory != poison
+        assert changed.sum() == num_bytes == 200 * 4 * 4 * 32  # tokens, heads, planes, bytes of a row
+
+    run(test, KVLayout(4, 128, 2))
 
 
 def test_gpu_memory_that_ucx_does_not_know_ends_the_transport_and_says_why() -> None:
