@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qwenjax import RequestOutput, SamplingParams
 from qwenjax.engine import engine as engine_module
 from qwenjax.engine.build import build_engine
 from qwenjax.engine.decode_engine import Arrived, DecodeEngine
 from qwenjax.engine.engine import Engine
-from qwenjax.engine.handover import devices_for, kv_layout, num_planes, plane_bounds
+from qwenjax.engine.handover import devices_for, kv_layout, layer_groups, num_planes, plane_bounds
 from qwenjax.engine.prefill_engine import PrefillEngine, StagedPages
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax.outputs import Logprob
@@ -386,6 +388,15 @@ def test_a_decode_engine_says_how_quickly_it_draws_and_takes_no_more_than_it_is_
     finally:
         decode.scheduler.max_running = decode.config.max_num_seqs
     assert_idle(pair)
+
+
+@given(num_layers=st.integers(1, 100))
+def test_groups_of_layers_are_four_to_eight_of_about_the_same_size(num_layers: int) -> None:
+    groups = layer_groups(num_layers)
+    assert [layer for start, stop in groups for layer in range(start, stop)] == list(range(num_layers))
+    sizes = [stop - start for start, stop in groups]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(4, num_layers) <= len(groups) <= 8
 
 
 def test_prefill_on_several_data_ranks_is_refused(folder: Path) -> None:
