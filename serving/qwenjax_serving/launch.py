@@ -33,10 +33,14 @@ from qwenjax_serving.workers.process import run_worker
 
 logger = logging.getLogger(__name__)
 
+_WORKERS = ("prefill", "decode", "both")  # roles
+
 
 def run_deployment(arguments: argparse.Namespace) -> int:
     """Runs the role that the arguments name, by default all. Raises ValueError for bad input, OSError for an
     address, ChildProcessError among them for a worker that does not start."""
+    if arguments.role in _WORKERS:
+        return _run(arguments)
     # Before it serves, as then: SIGTERM ends the workers and removes the file. While a loop runs that has handlers.
     before = signal.signal(signal.SIGTERM, _stopped)
     try:
@@ -70,7 +74,7 @@ def _default_deployment(arguments: argparse.Namespace) -> str:
 
 def _run(arguments: argparse.Namespace) -> int:
     deployment, role = read_deployment(arguments.config), arguments.role or "all"
-    if role in ("prefill", "decode", "both"):
+    if role in _WORKERS:
         plan = deployment.worker(arguments.name or f"{role}-0")
         if plan.role != role:
             raise ValueError(f"--name {plan.name}: {arguments.config} makes it a {plan.role} worker, not --role {role}")
