@@ -313,7 +313,7 @@ def test_1000_mixed_requests_with_aborts_leak_nothing(two_of_each: Cluster) -> N
             two_of_each.wait_until_idle(5)
             return resources(two_of_each)
 
-        start = resources(two_of_each)
+        start = after(range(0))
         connected = after(range(40))  # every worker with every other
         after(range(40, 200))
         before = memory()
