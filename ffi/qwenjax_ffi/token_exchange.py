@@ -120,7 +120,10 @@ def _room(x: jax.Array, slot_bytes: int, axis_name: AxisName, epochs: jax.Array)
         return heap, f"rows are {hidden_bytes:,} bytes; the kernel takes up to {MAX_ROW_BYTES:,}"
     room = min(MAX_TOKENS, heap.units * UNIT // slot_bytes)
     if tokens > room:
-        return heap, f"{tokens} tokens a rank of {slot_bytes} bytes each; the heap holds {room}"
+        return heap, (
+            f"{tokens} tokens a rank of {slot_bytes} bytes each; the heap holds {room}. It is made with room for more "
+            f"(qwenjax_ffi.collectives.fresh_epochs: exchange), up to {MAX_TOKENS:,}"
+        )
     return heap, None
 
 

@@ -15,7 +15,7 @@ VECTOR = 16  # bytes that one thread moves at once
 THREADS = 512
 TEAMS = 8  # of a block in two-shot, at most
 TEAM_THREADS = THREADS // TEAMS
-MAX_BLOCKS = 128  # of 132 multiprocessors; 64 took 430 us for 128 MiB on two H200s, 128 take 388
+MAX_BLOCKS = 128  # of 132 multiprocessors; with 16 teams, 64 took 430 us for 128 MiB on two H200s, 128 took 419
 TILE_BYTES = 64 * 1024  # of one step of all teams of a block
 STAGED_BYTES = TILE_BYTES + TEAMS * MAX_RANKS * VECTOR  # their tiles as the slices of all ranks, each in whole vectors
 INBOX_BYTES = 8 * 1024 * 1024  # of one-shot messages of all ranks, each beside its flags
@@ -41,7 +41,7 @@ class HeapLayout:
     headers: uint64 [inboxes, ranks], STEPS times the epoch, plus the tag of the call each rank is in.
     signals: uint64 [blocks, teams, ranks], written by the rank of that index.
     inboxes: [inboxes, ranks, halves, vectors, 16 bytes], a half being two words of a vector, each with its epoch behind
-    it: apart, so that a warp's stores are of whole lines (side by side they took 8.9 us for 512 KiB).
+    it: apart, so that a warp's stores are of whole lines.
     staged: [blocks, teams, slots]: over peer memory, every other rank's vectors of this rank's slice of a tile,
     [ranks, slice]; with multicast this rank's own tile. results: [blocks, teams, slots], a tile. A call may have fewer
     teams than TEAMS, with larger tiles; a block's part of the rings is SLOTS * STAGED_BYTES and SLOTS * TILE_BYTES.

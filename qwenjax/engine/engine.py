@@ -35,6 +35,7 @@ from qwenjax.sampling_params import SamplingParams, validate_for
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
 from qwenjax_ffi.collectives import peer_failure, unarmed
+from qwenjax_ffi.symmetric_memory import bytes_outside_xla
 from qwenjax_ffi.symmetric_memory_exchange import PeerError
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Engine:
         self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._num_aborts = 0
         self._decode_batch = (0,) * self.ranks
         self._logged = (time.monotonic(), 0, 0)
+        if outside := bytes_outside_xla():
+            logger.info("%s bytes of a GPU are in use beside XLA's pool", f"{outside:,}")
 
     def _idle_slots(self) -> Slots:
         config = self.config

@@ -297,6 +297,17 @@ def test_a_rank_that_did_not_come_ends_the_engine_with_an_error_that_asks_for_a_
         broken.step()
 
 
+def test_an_engine_logs_the_memory_beside_xlas_pool(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="qwenjax.engine.engine"):
+        Engine(engine.model, engine.tokenizer, engine.config)
+        assert not caplog.records
+        monkeypatch.setattr("qwenjax.engine.engine.bytes_outside_xla", lambda: 68_157_440)
+        Engine(engine.model, engine.tokenizer, engine.config)
+    assert [record.message for record in caplog.records] == ["68,157,440 bytes of a GPU are in use beside XLA's pool"]
+
+
 def test_a_busy_engine_logs_a_line_of_figures(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
