@@ -9,9 +9,10 @@ margins: where the two part, the CPU's own choice was ahead of the next by less 
 
 steps: random weights, bfloat16 or quantised as they are made. Milliseconds a decode step at a context of 2,048 for each
 batch, of a program of 8 steps over slots that are put there as if their prompts had been read; prompt tokens a second
-of 8 prompts of 6,000 tokens, through the engine; with --engine milliseconds a step through it at batch 64, short
-contexts, beside those of the device alone: the difference is what the host stalls. vLLM 0.26 and the roofs (4.3 TB/s)
-are of one H200, see the columns' header. Every line is printed as it is measured.
+of 8 prompts of 6,000 tokens, through the engine, and milliseconds to the first token of a short one alone, for each
+budget of a call; with --engine milliseconds a step through it at batch 64, short contexts, beside those of the device
+alone: the difference is what the host stalls. vLLM 0.26 and the roofs (4.3 TB/s) are of one H200, see the columns'
+header. Every line is printed as it is measured.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ TINY, LARGE = ROOT / "configs" / "tiny", ROOT / "configs" / "qwen3-30b-a3b"
 # XLA multiplies float32 in TF32 on a GPU, 11 bits as against bfloat16's 8; logits reach 20.
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
 CONTEXT, STEPS, PAGE = 2048, 8, 64
+SHORT_PROMPTS = (100, 1000)  # tokens; each alone
 PEERS = {  # ms a decode step by batch, prefill tokens/s: vLLM 0.26 on one H200
     None: ({1: 4.20, 16: 12.8, 64: 20.1, 256: 31.6}, 60_800),
     "mxfp8": ({1: 5.23, 16: 10.3, 64: 16.7, 256: 31.2}, 34_500),
@@ -247,19 +249,21 @@ def measure_steps(
         for count in drafts
     }
     prefills = {budget: engine_config(8, 6200, max_num_batched_tokens=budget) for budget in budgets}
-    wanted: dict[tuple[str, Any], EngineConfig] = {("decode", variant): sizes for variant, sizes in decodes.items()}
-    wanted |= {("prefill", budget): sizes for budget, sizes in prefills.items()}
     with ThreadPoolExecutor() as pool:
         # All compiled before the first is timed: compiling takes the host's cores.
-        futures = {}
-        for (name, size), sizes in wanted.items():
-            program = (name, sizes.chunk_lengths[-1] if name == "prefill" else size)
-            futures[name, size] = pool.submit(compiled, model, sizes, program)
+        futures = {
+            variant: pool.submit(compiled, model, sizes, ("decode", variant)) for variant, sizes in decodes.items()
+        }
+        prefill_futures = {
+            (budget, length): pool.submit(compiled, model, sizes, ("prefill", length))
+            for budget, sizes in prefills.items()
+            for length in sizes.chunk_lengths
+        }
     say(f"programs: compiled in {time.perf_counter() - start:.0f} s")
     say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM | temporaries, a layer's cache (GB)")
     for (batch, count), sizes in decodes.items():
         try:
-            decode = futures["decode", (batch, count)].result()
+            decode = futures[batch, count].result()
             seconds = decode_step_seconds(model, sizes, decode, profile=profile)
             limits = f"{roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')!s:>4}" if not count else "     |     "
             temporaries = decode.memory_analysis().temp_size_in_bytes
@@ -269,18 +273,22 @@ def measure_steps(
             say(f"{batch:>29} | {count:>6} | failed: {type(error).__name__}: {str(error)[:1000]}")
         gc.collect()
     rng = np.random.default_rng(0)
-    say("\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM")
+    shorts = " | ".join(f"of {length:,}" for length in SHORT_PROMPTS)
+    say(f"\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM | ms to one prompt's first token, {shorts}")
     for budget, sizes in prefills.items():
         try:
             engine = Engine(model, tokenizer, sizes)
-            length = sizes.chunk_lengths[-1]
-            engine._compiled = {("prefill", length): futures["prefill", budget].result()}
+            engine._compiled = {
+                ("prefill", length): prefill_futures[budget, length].result() for length in sizes.chunk_lengths
+            }
             prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
             best = min(prefill_seconds(engine, prompts) for _ in range(2))
             if profile:
                 for name, (milliseconds, count) in kernel_times(partial(prefill_seconds, engine, prompts)).items():
                     say(f"{milliseconds:>10.1f} ms in {count:>5} of {name[:100]}")
-            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill}")
+            alone = [min(prefill_seconds(engine, [prompts[0][:length]]) for _ in range(4)) for length in SHORT_PROMPTS]
+            firsts = " | ".join(f"{seconds * 1e3:.1f}" for seconds in alone)
+            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill} | {firsts}")
             del engine
         except Exception as error:
             say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:1000]}")

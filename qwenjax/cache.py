@@ -12,7 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import DATA, MODEL
+from qwenjax_ffi import attention_chain_kernel
+from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.attention import causal_attention, write_and_attend
+from qwenjax_ffi.attention_chain_kernel import AttentionWeights
 
 PAGE_SIZE = 64  # tokens a page; TMA and cuDNN want 64 or more, smaller pages waste less of a short sequence's last one
 
@@ -78,6 +81,24 @@ class PagedContext:
             q, k, v, self.cache.keys, self.cache.values, self.page_table, self.positions, layer
         )
         return out, replace(self, cache=KVCache(keys, values))
+
+    def attend_layer(
+        self,
+        x: jax.Array,
+        weights: AttentionWeights,
+        rotary: tuple[jax.Array, jax.Array],
+        activation_format: ActivationFormat,
+        norm: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[tuple[jax.Array, ...], Self] | None:
+        """`attend` from a layer's input to its output projection or, with norm, past it, with the arguments and results
+        of `attention_chain_kernel.attend`; None where its kernels cannot run."""
+        caches = self.cache.keys, self.cache.values
+        if attention_chain_kernel.unavailable(x, weights, *caches, activation_format) is not None:
+            return None
+        keys, values, *found = attention_chain_kernel.attend(
+            x, weights, rotary, *caches, self.page_table, self.positions, norm
+        )
+        return tuple(found), replace(self, cache=KVCache(keys, values))
 
 
 @jax.tree_util.register_dataclass

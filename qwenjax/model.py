@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from qwenjax.cache import AttentionContext
+from qwenjax.cache import AttentionContext, PagedContext
 from qwenjax.config import DTYPES, ModelConfig
 from qwenjax.mesh import DATA, MODEL, check_divides, say_where_collectives_are_references
 from qwenjax.rope import cos_sin, inverse_frequencies
 from qwenjax_ffi.activations import ActivationFormat
+from qwenjax_ffi.attention_chain_kernel import AttentionWeights
 from qwenjax_ffi.attention_inputs import attention_inputs
 from qwenjax_ffi.collectives import all_reduce, all_reduce_rms_norm
 from qwenjax_ffi.expert_parallel import (
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
         ranks = mesh.shape[MODEL]
         split_kv = MODEL if config.num_key_value_heads % ranks == 0 else None
         self.eps, self.head_dim, self.activation_format = config.rms_norm_eps, head_dim, make.activation_format
+        self.model_ranks = ranks
         self.ranks_per_kv_head = 1 if split_kv else ranks // config.num_key_value_heads
         self.q_proj = make.matrix((layers, q_width, hidden), None, MODEL)
         self.k_proj = make.matrix((layers, kv_width, hidden), None, split_kv)
@@ -103,6 +105,9 @@ class Attention(nnx.Module):
         self, x: jax.Array, layer: jax.Array, rotary: tuple[jax.Array, jax.Array], context: Context
     ) -> tuple[jax.Array, Context]:
         """What this rank's heads add to the layer's output, without the bias."""
+        if found := self._chain(x, layer, rotary, context):
+            (out,), context = found
+            return out, context
         projections = [(self.q_proj, self.q_bias), (self.k_proj, self.k_bias), (self.v_proj, self.v_bias)]
         weights = [weight[...] for weight, _ in projections]
         if self.q_bias is None:
@@ -116,13 +121,45 @@ class Attention(nnx.Module):
         return self._linear(out.reshape(*x.shape[:2], -1), self.o_proj, layer), context
 
     def add_and_norm(
-        self, x: jax.Array, out: jax.Array, layer: jax.Array, weights: jax.Array, epochs: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + the sum of all ranks' `local` results, its RMSNorm times weights[layer], and the epochs."""
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        layer: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        context: Context,
+        weights: jax.Array,
+        epochs: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Context, jax.Array]:
+        """x + attention's result for normed, its RMSNorm times weights[layer], the context and the epochs."""
+        if (
+            self.model_ranks == 1
+            and self.o_bias is None
+            and (found := self._chain(normed, layer, rotary, context, (x, weights)))
+        ):
+            (total, normed), context = found
+            return total, normed, context, epochs
+        out, context = self.local(normed, layer, rotary, context)
         if self.o_bias is None:
-            return all_reduce_rms_norm(out, x, weights, self.eps, MODEL, epochs, layer)
-        out, epochs = all_reduce(out, MODEL, epochs)
-        return *add_rms_norm(x, out + self.o_bias[layer], weights, self.eps, layer), epochs
+            x, normed, epochs = all_reduce_rms_norm(out, x, weights, self.eps, MODEL, epochs, layer)
+        else:
+            out, epochs = all_reduce(out, MODEL, epochs)
+            x, normed = add_rms_norm(x, out + self.o_bias[layer], weights, self.eps, layer)
+        return x, normed, context, epochs
+
+    def _chain(
+        self,
+        x: jax.Array,
+        layer: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        context: Context,
+        norm: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[tuple[jax.Array, ...], Context] | None:
+        """`PagedContext.attend_layer`, where it can run."""
+        if not isinstance(context, PagedContext) or self.q_bias is not None or self.ranks_per_kv_head > 1:
+            return None
+        qkv = self.q_proj[...], self.k_proj[...], self.v_proj[...]
+        weights = AttentionWeights(qkv, self.o_proj[...], (self.q_norm[...], self.k_norm[...]), self.eps, layer)
+        return context.attend_layer(x, weights, rotary, self.activation_format, norm)
 
     def _linear(self, x: jax.Array, weight: nnx.Param, layer: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
         return linear(x, weight[...], layer, _value(bias), activation_format=self.activation_format)
@@ -308,8 +345,9 @@ class Qwen3Moe(nnx.Module):
         ) -> tuple[jax.Array, jax.Array, Context, jax.Array]:
             layer = start + place
             x, normed, context, epochs = carry
-            out, context = self.attention.local(normed, layer, rotary, context)
-            x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[...], epochs)
+            x, normed, context, epochs = self.attention.add_and_norm(
+                x, normed, layer, rotary, context, self.post_attention_norm[...], epochs
+            )
             x, normed, epochs = feed_forward(x, normed, layer, epochs)
             return x, normed, context, epochs
 

@@ -61,8 +61,9 @@ class MTPHead(nnx.Module):
         )
         x = self.combine(embedding, hidden)
         normed = rms_norm(x, self.input_norm[_LAYER], config.rms_norm_eps)
-        out, context = self.attention.local(normed, layer, rotary, context)
-        x, normed, epochs = self.attention.add_and_norm(x, out, layer, self.post_attention_norm[...], epochs)
+        x, normed, context, epochs = self.attention.add_and_norm(
+            x, normed, layer, rotary, context, self.post_attention_norm[...], epochs
+        )
         valid = context.positions >= 0
         _, normed, epochs = self.experts.add_and_norm(x, normed, valid, layer, self.norm[None], layer, epochs)
         return normed, context, epochs

@@ -106,7 +106,7 @@ def paged_attention(
     """
     if reason := unsupported(q, k_cache, v_cache):
         raise ValueError(f"paged_attention: {reason}")
-    problem, between = _problem(q, k_cache, page_table, splits, num_blocks)
+    problem, between = problem_of(q, k_cache, page_table, splits, num_blocks)
     from cutlass.jax import cutlass_call
 
     call = cutlass_call(
@@ -133,8 +133,8 @@ def write_and_attend(
 
     For what `writes_unavailable` and `unsupported` let pass. Returns the result and both caches.
     """
-    problem, between = _problem(q, k_cache, page_table, None, H200_SMS)
-    writes = _writes_problem(k, k_cache, page_table)
+    problem, between = problem_of(q, k_cache, page_table)
+    writes = writes_problem(k, k_cache, page_table)
     from cutlass.jax import cutlass_call
 
     caches = tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache))
@@ -151,8 +151,12 @@ def write_and_attend(
     return out, keys, values
 
 
-def _problem(
-    q: jax.Array, k_cache: jax.Array, page_table: jax.Array, splits: Splits | None, num_blocks: int
+def problem_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k_cache: jax.Array,
+    page_table: jax.Array,
+    splits: Splits | None = None,
+    num_blocks: int = H200_SMS,
 ) -> tuple[tuple[Any, ...], tuple[jax.ShapeDtypeStruct, ...]]:
     """What attention is compiled for, and what passes between its two kernels."""
     batch, tokens, q_heads, head_dim = q.shape
@@ -174,7 +178,7 @@ def write_pages(
     layer: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
     """Both caches with k and v, of the caches' dtype, at their positions: as `qwenjax_ffi.attention.write_pages`."""
-    problem = _writes_problem(k, key_cache, page_table)
+    problem = writes_problem(k, key_cache, page_table)
     from cutlass.jax import cutlass_call
 
     call = cutlass_call(
@@ -187,14 +191,21 @@ def write_pages(
     return call(k, v, page_table.astype(jnp.int32), positions.astype(jnp.int32), index, key_cache, value_cache)
 
 
-def _writes_problem(k: jax.Array, cache: jax.Array, page_table: jax.Array) -> tuple[int, ...]:
+def writes_problem(k: jax.Array, cache: jax.Array, page_table: jax.Array) -> tuple[int, ...]:
     batch, tokens, kv_heads, head_dim = k.shape
     _, num_pages, _, page_size, _ = cache.shape
     return (batch, tokens, kv_heads, head_dim * k.dtype.itemsize, num_pages, page_size, page_table.shape[1])
 
 
-def _page_writes(
-    batch: int, tokens: int, kv_heads: int, row_bytes: int, num_pages: int, page_size: int, max_pages: int
+def make_writes(
+    follows: bool,
+    batch: int,
+    tokens: int,
+    kv_heads: int,
+    row_bytes: int,
+    num_pages: int,
+    page_size: int,
+    max_pages: int,
 ) -> Any:
     from qwenjax_kernels.page_writes import PageWrites
 
@@ -206,10 +217,11 @@ def _page_writes(
         num_pages=num_pages,
         page_size=page_size,
         max_pages=max_pages,
+        follows=follows,
     )
 
 
-def _attention(
+def make_attention(
     follows: bool,
     dtype: str,
     batch: int,
@@ -248,7 +260,7 @@ def _writer(*problem: Any) -> Any:
     """The `@cute.jit` function of one problem's writes, kept so that its compilation is found again."""
     import cutlass.cute as cute
 
-    kernel = _page_writes(*problem)
+    kernel = make_writes(False, *problem)
 
     @cute.jit
     def launch(stream, k, v, page_table, positions, layer, keys, values):  # type: ignore[no-untyped-def]
@@ -262,7 +274,7 @@ def _launcher(*problem: Any) -> Any:
     """The same of attention."""
     import cutlass.cute as cute
 
-    kernel = _attention(False, *problem)
+    kernel = make_attention(False, *problem)
 
     @cute.jit
     def launch(stream, q, k_cache, v_cache, page_table, positions, layer, out, partial, stats):  # type: ignore[no-untyped-def]
@@ -276,8 +288,8 @@ def _chain_launcher(writes_problem: tuple[int, ...], problem: tuple[Any, ...]) -
     """The same of both."""
     import cutlass.cute as cute
 
-    writes = _page_writes(*writes_problem)
-    attention = _attention(True, *problem)
+    writes = make_writes(False, *writes_problem)
+    attention = make_attention(True, *problem)
 
     @cute.jit
     def launch(  # type: ignore[no-untyped-def]

@@ -276,6 +276,12 @@ def problem_of_experts(epilogue: Epilogue, weight: KernelWeight, rows: int) -> P
     return _problem(is_packed, k, (width,), num_groups, epilogue, rows, False, 1 if is_packed else layers, None)
 
 
+def problem_of_one_group(weights: Sequence[PackedMXFP8Weight], rows: int) -> Problem:
+    """The problem of `side_by_side` for so many rows, with a bfloat16 result, for a chain of kernels."""
+    widths = tuple(weight.shape[-2] for weight in weights)
+    return _problem(True, weights[0].shape[-1], widths, 1, "plain", rows, False, 1, None)
+
+
 def make_kernel(problem: Problem, follows: Literal["groups", "rows"] | None = None) -> Any:
     """The kernel of a problem; follows: what the kernel before it in a chain makes."""
     from qwenjax_kernels.grouped_gemm_sm90_bf16 import BF16GroupedGemmSm90

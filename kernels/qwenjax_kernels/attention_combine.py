@@ -60,6 +60,7 @@ class AttentionCombine:
     @cute.kernel
     def kernel(self, partial: cute.Tensor, stats: cute.Tensor, positions: cute.Tensor, out: cute.Tensor) -> None:
         block, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()  # what multiplies the result may copy its weights meanwhile
         result = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if result < self.results:
             self.add_splits(

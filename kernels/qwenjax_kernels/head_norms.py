@@ -23,12 +23,16 @@ class HeadNorms:
     Shapes: qkv bf16 [tokens, (q_heads + 2 kv_heads) * head_dim], the queries first, then keys, then values; q_norm,
     k_norm bf16 [layers, head_dim]; layer int32 [1]; cos, sin float32 [tokens, head_dim / 2]; q, k and v bf16 [tokens,
     heads, head_dim] each. Rounded where qwenjax_ffi.attention_inputs rounds.
+    follows: the kernel that makes qkv may still run at the launch.
     """
 
-    def __init__(self, *, tokens: int, q_heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(
+        self, *, tokens: int, q_heads: int, kv_heads: int, head_dim: int, eps: float, follows: bool = False
+    ) -> None:
         if head_dim % 4 or not 4 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {head_dim}; the kernel takes multiples of 4 up to {MAX_HEAD_DIM}")
         self.q_heads, self.kv_heads, self.head_dim, self.eps = q_heads, kv_heads, head_dim, eps
+        self.follows = follows
         self.heads = q_heads + 2 * kv_heads
         self.count = tokens * self.heads
         self.half_words = head_dim // 4  # of two bf16 each
@@ -50,7 +54,11 @@ class HeadNorms:
     ) -> None:
         """Enqueues the kernel on the stream."""
         self.kernel(qkv, q_norm, k_norm, layer, cos, sin, q, k, v).launch(
-            grid=[-(-self.count // WARPS), 1, 1], block=[WARPS * WARP, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[-(-self.count // WARPS), 1, 1],
+            block=[WARPS * WARP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.follows,
         )
 
     @cute.kernel
@@ -69,6 +77,9 @@ class HeadNorms:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         item = block * WARPS + cute.arch.make_warp_uniform(thread // WARP)
         if item < self.count:
             token = item // self.heads
@@ -84,7 +95,7 @@ class HeadNorms:
             if kv_head >= self.kv_heads:
                 value_head = Int64(kv_head - self.kv_heads)
                 target = v.iterator.toint() + (Int64(token) * self.kv_heads + value_head) * head_bytes
-            words = [self.load_half(source + half * self.head_dim, lane) for half in range(2)]
+            words = [self.load_half(source + half * self.head_dim, lane, not self.follows) for half in range(2)]
             if kv_head < self.kv_heads:
                 norm += Int64(layer[0]) * head_bytes
                 weights = [self.load_half(norm + half * self.head_dim, lane) for half in range(2)]
@@ -94,13 +105,13 @@ class HeadNorms:
                 self.store(words, target, lane)
 
     @cute.jit
-    def load_half(self, address: Int64, lane: Int32) -> list[Uint32]:
+    def load_half(self, address: Int64, lane: Int32, read_only: cutlass.Constexpr = True) -> list[Uint32]:
         """The lane's words of half a head: pairs of features lane, lane + 32, ..."""
         words = []
         for turn in cutlass.range_constexpr(self.turns):
             word = Uint32(0)
             if turn * WARP + lane < self.half_words:
-                word = Uint32(device.load_global(address + Int64(turn * WARP + lane) * 4))
+                word = Uint32(device.load_global(address + Int64(turn * WARP + lane) * 4, read_only))
             words.append(word)
         return words
 

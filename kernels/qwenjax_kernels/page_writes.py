@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -17,6 +18,7 @@ class PageWrites:
     Shapes: k, v [batch, tokens, kv_heads, head_dim], head_dim elements in row_bytes, a multiple of 16; page_table int32
     [batch, max_pages]; positions int32 [batch, tokens]; layer int32 [1]; key_cache, value_cache [layers, num_pages,
     kv_heads, page_size, head_dim]. Negative positions and those past the table are not written.
+    follows: the kernel that makes k and v may still run at the launch.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class PageWrites:
         num_pages: int,
         page_size: int,
         max_pages: int,
+        follows: bool = False,
     ) -> None:
+        self.follows = follows
         self.tokens = tokens
         self.kv_heads = kv_heads
         self.row_bytes = row_bytes
@@ -53,7 +57,7 @@ class PageWrites:
     ) -> None:
         """Enqueues the kernel on the stream."""
         self.kernel(k, v, page_table, positions, layer, key_cache, value_cache).launch(
-            grid=[-(-self.count // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[-(-self.count // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.follows
         )
 
     @cute.kernel
@@ -71,6 +75,8 @@ class PageWrites:
         block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         index = block * THREADS + thread
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         if index < self.count:
             query = index // self.token_vectors
             position = device.load_global(positions.iterator.toint() + Int64(query) * 4)

@@ -65,7 +65,7 @@ class PagedAttention:
         num_blocks: int,
         follows: bool = False,
     ) -> None:
-        """follows: the kernel that writes new keys and values to the caches may still run at the launch."""
+        """follows: the kernels that make q and write new keys and values to the caches may still run at the launch."""
         self.dtype = dtype
         self.tokens = tokens
         self.q_heads = q_heads
@@ -301,6 +301,8 @@ class PagedAttention:
         lane: Int32,
     ) -> None:
         """A consumer warp: its row tile and its keys of each tile. A lane holds rows lane / 4 and that + 8."""
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         row_tile = warp // self.key_warps
         key_warp = warp % self.key_warps
         rows = [cutlass.min(row_tile * MMA_ROWS + half * 8 + lane // 4, self.rows - 1) for half in range(2)]
@@ -322,7 +324,7 @@ class PagedAttention:
                 for pair in cutlass.range_constexpr(self.head_dim // 8):
                     word = Uint32(0)
                     if cutlass.const_expr(half < self.halves):
-                        word = Uint32(device.load_global(address + pair * 16))
+                        word = Uint32(device.load_global(address + pair * 16, not self.follows))
                     queries[pair // 2 * 4 + pair % 2 * 2 + half] = word
                 tops[half] = Float32(MASKED)
                 totals[half] = Float32(0.0)
