@@ -28,7 +28,9 @@ from qwenjax_ffi.expert_parallel import (
     moe_replicated_tokens,
     moe_replicated_tokens_rms_norm,
     moe_sharded_tokens,
+    routed_experts_rms_norm,
 )
+from qwenjax_ffi.experts_kernel import Router
 from qwenjax_ffi.linear import linear, linear_side_by_side
 from qwenjax_ffi.norm import add_rms_norm, rms_norm
 from qwenjax_ffi.routing import top_k_experts
@@ -216,6 +218,15 @@ class SparseExperts(nnx.Module):
         if self.data_ranks > 1:
             out, epochs = self(normed, valid, index, epochs)
             return *add_rms_norm(x, out, norms, self.eps, layer), epochs
+        if self.model_ranks == 1:
+            router = Router(self.router[...], valid.reshape(-1), self.top_k, self.norm_topk_prob)
+            experts = ExpertWeights(self.w13[...], self.w2[...], index)
+            rows, residual = (array.reshape(-1, x.shape[-1]) for array in (normed, x))
+            found = routed_experts_rms_norm(
+                rows, router, experts, residual, norms, layer, self.eps, self.activation_format
+            )
+            if found is not None:
+                return found[0].reshape(x.shape), found[1].reshape(x.shape), epochs
         tokens, ids, weights, experts = self._routed(normed, valid, index)
         total, total_normed, epochs = moe_replicated_tokens_rms_norm(
             tokens, ids, weights, experts, (DATA, MODEL), x.reshape(tokens.shape), norms, self.eps, epochs,

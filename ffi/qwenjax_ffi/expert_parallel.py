@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from qwenjax_ffi import experts_kernel, token_kernels
 from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.collectives import AxisName, adds_up_rows, all_reduce, all_reduce_rms_norm
+from qwenjax_ffi.experts_kernel import Router
 from qwenjax_ffi.experts_training import local_experts_training
 from qwenjax_ffi.grouped_gemm import moe_down, moe_gate_up, sum_rows
 from qwenjax_ffi.implementation import with_gradient
+from qwenjax_ffi.linear import linear
 from qwenjax_ffi.norm import add_rms_norm
 from qwenjax_ffi.packing import AnyWeight
-from qwenjax_ffi.routing import sort_rows
+from qwenjax_ffi.routing import sort_rows, top_k_experts
 from qwenjax_ffi.token_exchange import RowFormat, combine, dispatch
 
 
@@ -173,6 +175,44 @@ def moe_replicated_tokens_rms_norm(
     experts = experts._replace(layer=jnp.asarray(experts.layer, jnp.int32))
     both = with_gradient(chain, apart)(x, ids, weights, experts, (residual, norm_weight, index))
     return *both, epochs
+
+
+def routed_experts_rms_norm(
+    x: jax.Array,
+    router: Router,
+    experts: ExpertWeights,
+    residual: jax.Array,
+    norm_weight: jax.Array,
+    norm_layer: jax.Array | int,
+    eps: float,
+    activation_format: ActivationFormat = "model",
+) -> tuple[jax.Array, jax.Array] | None:
+    """`moe_replicated_tokens_rms_norm` on a single rank from before the router's choice, in one call of kernels; None
+    where these cannot run. x: [tokens, hidden]; the router's layer is the experts'."""
+    matrices = experts.w13, experts.w2
+    if experts_kernel.routed_unavailable(x, router, *matrices, activation_format) or (
+        token_kernels.add_rms_norm_unavailable(residual, x, norm_weight)
+    ):
+        return None
+
+    def apart(
+        x: jax.Array, weight: jax.Array, valid: jax.Array, experts: ExpertWeights, norm: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        logits = linear(x, weight, experts.layer, out_dtype=jnp.float32)
+        weights, ids = top_k_experts(logits, router.top_k, router.normalise, valid)
+        added = local_experts(x, ids, weights, experts, 0, activation_format)
+        return add_rms_norm(norm[0], added, norm[1], eps, norm[2], implementation="reference")
+
+    def chain(
+        x: jax.Array, weight: jax.Array, valid: jax.Array, experts: ExpertWeights, norm: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        chooses = router._replace(weight=weight, valid=valid)
+        return experts_kernel.routed_experts_add_rms_norm(x, chooses, *experts, norm, eps)
+
+    experts = experts._replace(layer=jnp.asarray(experts.layer, jnp.int32))
+    norm = residual, norm_weight, jnp.asarray(norm_layer, jnp.int32)
+    both: tuple[jax.Array, jax.Array] = with_gradient(chain, apart)(x, router.weight, router.valid, experts, norm)
+    return both
 
 
 def _reduced(

@@ -18,6 +18,7 @@ from qwenjax_kernels.expert_rows_limits import MAX_EXPERTS, MAX_TOP_K
 
 MAX_FEATURES = 16384  # of add_rms_norm, whose threads keep a row in registers
 MAX_HEAD_DIM = 256
+MAX_ROUTED_TOKENS, MAX_ROUTED_FEATURES = 64, 4096  # of router_logits
 
 
 @functools.cache
@@ -56,6 +57,17 @@ def top_k_unavailable(logits: jax.Array, top_k: int) -> str | None:
         return "there are no tokens"
     if logits.shape[1] > MAX_EXPERTS or not 1 <= top_k <= min(MAX_TOP_K, logits.shape[1]):
         return f"{top_k} of {logits.shape[1]} experts; the kernel is for 1 to {MAX_TOP_K} of at most {MAX_EXPERTS}"
+    return machine_unavailable()
+
+
+def router_logits_unavailable(x: jax.Array, weight: jax.Array) -> str | None:
+    """Why no kernel can make these logits on this machine; None where one can."""
+    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
+        return f"x is {x.dtype} and the weight {weight.dtype}; the kernel takes bfloat16"
+    if not 1 <= x.shape[0] <= MAX_ROUTED_TOKENS:
+        return f"{x.shape[0]} tokens; the kernel is for 1 to {MAX_ROUTED_TOKENS}"
+    if x.shape[1] % 8 or not 8 <= x.shape[1] <= MAX_ROUTED_FEATURES:
+        return f"rows of {x.shape[1]} features; the kernel takes multiples of 8 up to {MAX_ROUTED_FEATURES}"
     return machine_unavailable()
 
 
@@ -119,6 +131,20 @@ def top_k_experts(logits: jax.Array, valid: jax.Array, top_k: int, normalise: bo
     return call(logits, valid)
 
 
+def router_logits(x: jax.Array, weight: jax.Array, layer: jax.Array | int) -> jax.Array:
+    """x: [tokens, features]; weight: [layers, experts, features]. Returns float32 [tokens, experts]."""
+    from cutlass.jax import cutlass_call
+
+    problem = (x.shape[0], weight.shape[1], x.shape[1])
+    call = cutlass_call(
+        _router_launcher(*problem),
+        output_shape_dtype=jax.ShapeDtypeStruct(problem[:2], jnp.float32),
+        compile_key=("qwenjax router_logits", *problem),
+    )
+    logits: jax.Array = call(x, weight, _index(layer))
+    return logits
+
+
 def _index(layer: jax.Array | int) -> jax.Array:
     return jnp.asarray(layer, jnp.int32).reshape(1)
 
@@ -167,5 +193,21 @@ def _top_k_launcher(tokens: int, experts: int, top_k: int, normalise: bool) -> A
     @cute.jit
     def launch(stream, logits, valid, weights, ids):  # type: ignore[no-untyped-def]
         kernel.launch(stream, logits, valid, weights, ids)
+
+    return launch
+
+
+@functools.cache
+def _router_launcher(tokens: int, experts: int, features: int) -> Any:
+    """The same of its logits."""
+    import cutlass.cute as cute
+
+    from qwenjax_kernels.router_logits import RouterLogits
+
+    kernel = RouterLogits(tokens=tokens, experts=experts, features=features)
+
+    @cute.jit
+    def launch(stream, x, weight, layer, logits):  # type: ignore[no-untyped-def]
+        kernel.launch(stream, x, weight, layer, logits)
 
     return launch

@@ -34,9 +34,10 @@ class SortRows:
     experts], which passes from one kernel to the other, None where there is one chunk. qwenjax_ffi.routing defines the
     results.
     Rows at and after the sum of group_sizes are not written.
+    follows: the kernel that makes ids and weights may still run at the launch; for one chunk.
     """
 
-    def __init__(self, *, tokens: int, top_k: int, experts: int) -> None:
+    def __init__(self, *, tokens: int, top_k: int, experts: int, follows: bool = False) -> None:
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"{experts} experts a rank; the kernel is for 1 to {MAX_EXPERTS}")
         self.pairs = tokens * top_k
@@ -46,6 +47,9 @@ class SortRows:
         chunks = 1 if self.pairs <= ONE_BLOCK_PAIRS else CHUNKS
         self.turns = min(-(-self.pairs // (chunks * THREADS)), MAX_TURNS)
         self.chunks = -(-self.pairs // (self.turns * THREADS))
+        if follows and self.chunks > 1:
+            raise ValueError(f"{self.pairs} pairs are {self.chunks} chunks; those of one may follow another kernel")
+        self.follows = follows
         self.groups = -(-experts // WARP)  # of a warp's lanes, an expert each
 
     @cute.jit
@@ -66,7 +70,7 @@ class SortRows:
         if cutlass.const_expr(chunk_counts is not None):
             self.count(ids, first_expert, chunk_counts).launch(**shape)
         self.place(ids, weights, first_expert, row_token, group_sizes, row_weight, token_rows, chunk_counts).launch(
-            **shape
+            use_pdl=self.follows, **shape
         )
 
     @cute.kernel
@@ -116,6 +120,8 @@ class SortRows:
         if thread < self.groups * WARP:
             device.store_shared(before + 4 * thread, Int32(0))
             device.store_shared(total + 4 * thread, Int32(0))
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         # On its way while the rows are counted.
         pair_weights = self.load_pairs(weights.iterator.toint(), chunk, thread, 0)
         pairs = self.count_chunk(ids.iterator.toint(), first_expert.iterator.toint(), counts, chunk, thread)
@@ -153,7 +159,7 @@ class SortRows:
             pair = self.pair(chunk, thread, turn)
             value = Int32(otherwise)
             if pair < self.pairs:
-                value = device.load_global(values + Int64(pair) * 4)
+                value = device.load_global(values + Int64(pair) * 4, not self.follows)
             loaded.append(value)
         return loaded
 

@@ -22,14 +22,16 @@ class TopKExperts:
 
     Shapes: logits float32 [tokens, experts]; valid int32 [tokens], 0 for padding; weights float32 and ids int32
     [tokens, top_k]. A token's bits depend on its own logits alone. qwenjax_ffi.routing defines the results.
+    follows: the kernel that makes the logits may still run at the launch.
     """
 
-    def __init__(self, *, tokens: int, experts: int, top_k: int, normalise: bool) -> None:
+    def __init__(self, *, tokens: int, experts: int, top_k: int, normalise: bool, follows: bool = False) -> None:
         if not 1 <= top_k <= min(experts, MAX_TOP_K) or experts > MAX_EXPERTS:
             raise ValueError(
                 f"{top_k} of {experts} experts; the kernel is for 1 to {MAX_TOP_K} of at most {MAX_EXPERTS}"
             )
         self.tokens, self.experts, self.top_k, self.normalise = tokens, experts, top_k, normalise
+        self.follows = follows
         self.per_lane = -(-experts // WARP)
 
     @cute.jit
@@ -38,7 +40,11 @@ class TopKExperts:
     ) -> None:
         """Enqueues the kernel on the stream."""
         self.kernel(logits, valid, weights, ids).launch(
-            grid=[-(-self.tokens // WARPS), 1, 1], block=[WARPS * WARP, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[-(-self.tokens // WARPS), 1, 1],
+            block=[WARPS * WARP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.follows,
         )
 
     @cute.kernel
@@ -47,6 +53,9 @@ class TopKExperts:
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         token = block * WARPS + cute.arch.make_warp_uniform(thread // WARP)
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.follows):
+            cute.arch.griddepcontrol_wait()
         if token < self.tokens:
             is_valid = device.load_global(valid.iterator.toint() + Int64(token) * 4)
             keys = self.probability_keys(logits.iterator.toint() + Int64(token) * (self.experts * 4), lane)
@@ -83,7 +92,7 @@ class TopKExperts:
         for index in cutlass.range_constexpr(self.per_lane):
             value = Float32(-math.inf)
             if index * WARP + lane < self.experts:
-                value = device.load_global_f32(logits + Int64(index * WARP + lane) * 4)
+                value = device.load_global_f32(logits + Int64(index * WARP + lane) * 4, not self.follows)
             values.append(value)
             top = warp_mma.maximum(top, value)
         for step in cutlass.range_constexpr(5):

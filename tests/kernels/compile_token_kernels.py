@@ -1,7 +1,8 @@
 """Compiles the kernels that take a token each: `python compile_token_kernels.py '["top_k_experts", ...]' ...`.
 
 Each argument is ["add_rms_norm", tokens, features], ["sum_rows_add_rms_norm", tokens, features, top_k], ["head_norms",
-tokens, q_heads, kv_heads, head_dim] or ["top_k_experts", tokens, experts, top_k, normalise].
+tokens, q_heads, kv_heads, head_dim], ["router_logits", tokens, experts, features] or ["top_k_experts", tokens, experts,
+top_k, normalise].
 The environment (CUTE_DSL_ARCH, CUTE_DSL_COMPILER_OPT, CUTE_DSL_DUMP_DIR) says for what and which reports come out.
 """
 
@@ -42,6 +43,10 @@ def lower(op: str, tokens: int, *sizes: Any) -> None:
         norm, angles = array(jnp.bfloat16, 3, head_dim), array(jnp.float32, 1, tokens, head_dim // 2)
         qkv = array(jnp.bfloat16, 1, tokens, (q_heads + 2 * kv_heads) * head_dim)
         arguments = (qkv, norm, norm, layer, angles, angles)
+    elif op == "router_logits":
+        experts, features = sizes
+        call = jax.jit(token_kernels.router_logits)
+        arguments = (array(jnp.bfloat16, tokens, features), array(jnp.bfloat16, 3, experts, features), layer)
     else:
         experts, top_k, normalise = sizes
         call = jax.jit(lambda *a: token_kernels.top_k_experts(*a, top_k, normalise))

@@ -19,6 +19,8 @@ from qwenjax_ffi.routing import top_k_experts
 from qwenjax_kernels.add_rms_norm import AddRmsNorm
 from qwenjax_kernels.head_norms import WARPS as HEAD_WARPS
 from qwenjax_kernels.head_norms import HeadNorms
+from qwenjax_kernels.router_logits import WARPS as LOGITS_WARPS
+from qwenjax_kernels.router_logits import RouterLogits
 from qwenjax_kernels.top_k_experts import WARPS as TOKEN_WARPS
 from qwenjax_kernels.top_k_experts import TopKExperts
 from tests.kernels.compiling import compile_cases
@@ -34,7 +36,8 @@ NORM: Case = ("add_rms_norm", 2, 2072)
 HEADS: Case = ("head_norms", 3, 4, 2, 144)
 ROUTE: Case = ("top_k_experts", 6, 72, 5, True)
 SUM: Case = ("sum_rows_add_rms_norm", 3, 264, 10)  # more rows than are read at once
-FAST = (NORM, HEADS, ROUTE, SUM)
+LOGITS: Case = ("router_logits", 18, 6, 520)  # a block more than its tokens fill, and vectors that lanes do not divide
+FAST = (NORM, HEADS, ROUTE, SUM, LOGITS)
 SLOW: tuple[Case, ...] = (
     ("add_rms_norm", 256, 2048),
     ("add_rms_norm", 64, 4096),
@@ -44,6 +47,8 @@ SLOW: tuple[Case, ...] = (
     ("head_norms", 256, 32, 4, 128),
     ("head_norms", 1, 64, 4, 128),
     ("head_norms", 1, 4, 2, 16),
+    ("router_logits", 64, 128, 4096),
+    ("router_logits", 1, 128, 2048),
     ("top_k_experts", 256, 128, 8, True),
     ("top_k_experts", 1, 512, 32, False),
 )
@@ -140,9 +145,27 @@ def test_emulated_routing_is_the_references_with_ties_nan_infinities_and_padding
     np.testing.assert_allclose(weights, expected[0], rtol=1e-5)
 
 
+def test_emulated_logits_are_the_matmuls_of_a_layer() -> None:
+    _, tokens, experts, features = LOGITS
+    draw = np.random.default_rng(3)
+    x, weight = (
+        draw.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((tokens, features), (3, experts, features))
+    )
+    logits = np.full((tokens, experts), np.nan, np.float32)
+    blocks = (
+        -(-experts // LOGITS_WARPS),
+        -(-tokens // RouterLogits(tokens=tokens, experts=experts, features=features).block_tokens),
+    )
+    launch(compiled(FAST, "sm_90a")[1][LOGITS], [x, weight, np.array([1], np.int32), logits], blocks)
+    expected = x.astype(np.float64) @ weight[1].astype(np.float64).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: RouterLogits(tokens=65, experts=8, features=64), "65 tokens"),
+        (lambda: RouterLogits(tokens=1, experts=8, features=60), "rows of 60 features"),
         (lambda: AddRmsNorm(tokens=1, features=60, eps=EPS), "rows of 60 features"),
         (lambda: HeadNorms(tokens=1, q_heads=2, kv_heads=1, head_dim=258, eps=EPS), "head_dim is 258"),
         (lambda: TopKExperts(tokens=1, experts=8, top_k=9, normalise=True), "9 of 8 experts"),

@@ -66,9 +66,9 @@ def test_bf16_logits_are_near_to_float32() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "calls", "weight"),
-    # In each of two layers: q, k and v; norms of heads; o; the sum and its norm; the router's choice; the experts.
+    # In each of two layers: q, k and v; norms of heads; o; the sum and its norm; the experts from the router on.
     # In bf16 XLA multiplies for attention. The head does not run here.
-    [("mxfp8", 12, r"u8\[[\d,]*,8448\]"), (None, 8, r"bf16\[(?:2,)?16,256,(?:256|128)\]")],
+    [("mxfp8", 10, r"u8\[[\d,]*,8448\]"), (None, 6, r"bf16\[(?:2,)?16,256,(?:256|128)\]")],
 )
 def test_the_program_calls_our_kernels_and_copies_no_weight(quantization: str | None, calls: int, weight: str) -> None:
     text = compiled(quantization=quantization).as_text()
@@ -101,4 +101,4 @@ def test_the_calls_are_captured_in_command_buffers(tmp_path: Path) -> None:
         if "kCustomCall" in line:
             assert buffer is not None, line
             captured += 1
-    assert captured >= 12
+    assert captured >= 10
