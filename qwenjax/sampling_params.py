@@ -99,6 +99,12 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def plainly_greedy(self) -> bool:
+        """Whether every token is the one of the largest logit, as the model gives it, and nothing is asked besides."""
+        edits = self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias)
+        return self.greedy and not edits and self.logprobs is None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whatever form it was given in."""
         return _stop_strings(self.stop)

@@ -21,6 +21,8 @@ class EngineConfig:
     several calls. num_steps: of a decode call, each of which draws a token for each slot, or several with speculation.
     num_speculative_tokens: drafts of a step, 0 for none. speculation_max_batch: with more sequences than this on a data
     rank a call does without drafts. prefix_caching: whether pages of prompts are kept for those that begin alike.
+    greedy_programs: whether calls of greedy requests alone have decode programs of their own, without branches: for
+    GPUs, where each branch waits for the host.
     """
 
     max_model_len: int
@@ -32,6 +34,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     speculation_max_batch: int = MEASURED_SPECULATION_BATCH
     prefix_caching: bool = True
+    greedy_programs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_pages", "page_size", "num_steps"):

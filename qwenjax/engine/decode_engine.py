@@ -197,7 +197,7 @@ class DecodeEngine(Engine):
         return changed
 
     def _announceable(self, programs: list[Program]) -> list[Program]:
-        return [*(program for program in programs if program[0] == "decode"), ("admission", None)]
+        return [*(program for program in programs if program[0] in ("decode", "greedy")), ("admission", None)]
 
     def _shape(self, program: Program) -> tuple[int, int] | None:
         return None if program[0] == "admission" else super()._shape(program)
@@ -283,8 +283,9 @@ class DecodeEngine(Engine):
         mesh, config, ranks = self.model.mesh, self.model.config, self.ranks
         slots = slots_specs(self._slots.head is not None)
         traced: dict[Program, Any] = {
-            ("decode", variant): function.trace(self.model.state, self._slots, self._idle_table(("decode", variant)))
-            for variant, function in programs.decode.items()
+            (name, variant): function.trace(self.model.state, self._slots, self._idle_table((name, variant)))
+            for name, functions in (("decode", programs.decode), ("greedy", programs.greedy))
+            for variant, function in functions.items()
         }
 
         def trace(function: Any, in_specs: Any, *arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from qwenjax.engine.slots import Slots, slots_specs
 from qwenjax.engine.speculate import draft, put_first
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.model import Qwen3Moe
-from qwenjax.sampling import TopLogprobs, sample, token_logprobs
+from qwenjax.sampling import TopLogprobs, likeliest, sample, token_logprobs
 from qwenjax.sampling_params import MAX_LOGPROBS
 from qwenjax.sharded_model import on_ranks
 
@@ -128,18 +128,23 @@ def decode(
     batch: int,
     num_drafts: int,
     gather: bool,
+    greedy: bool = False,
 ) -> tuple[Slots, Drawn]:
     """Runs steps of the first `batch` slots, all on the device; each draws 1 to num_drafts + 1 tokens.
 
     table: the rank's rows of `decode_table`, which says how many steps. Returns the slots and the tokens
     [config.num_steps, num_drafts + 1, batch], -1 where none was drawn.
+
+    greedy: no row asks for more than the largest logits' ids (`SamplingParams.plainly_greedy`), and there are
+    config.num_steps steps or none. Then nothing in a step is decided on the device: on a GPU the host would read every
+    branch and every end of a loop there, and launch what follows while nothing runs.
     """
     lanes = lanes_of(config, table)
     slots = slots.keep(lanes)
     page_table, sampling, end_lengths, speculates = jax.tree.map(
         lambda table: table[:batch], (slots.page_table, slots.sampling, slots.end_lengths, slots.speculates)
     )
-    num_rows = num_drafts + 1
+    num_rows, draw_one = num_drafts + 1, likeliest if greedy else sample
     # The host plans a call before it has seen which sequences the call before ended: there may be nothing to do. All
     # ranks run as many steps, since a layer's experts are everywhere.
     any_active = jax.lax.psum(jnp.any(slots.active[:batch]).astype(jnp.int32), DATA) > 0
@@ -157,8 +162,9 @@ def decode(
             slots, drawn, drawing = carry
             position = start + 1 + row
             own = jax.lax.dynamic_index_in_dim(logits, row, axis=1, keepdims=False)
-            new = sample(own, sampling, position, slots.counts)
-            now = Drawn(jnp.where(drawing, new, -1), _logprobs_if(lanes.want_logprobs, own, new))
+            new = draw_one(own, sampling, position, slots.counts)
+            logprobs = _no_logprobs(new.shape) if greedy else _logprobs_if(lanes.want_logprobs, own, new)
+            now = Drawn(jnp.where(drawing, new, -1), logprobs)
             drawn = jax.tree.map(lambda table, values: table.at[index, row].set(values), drawn, now)
             goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
             slots = replace(
@@ -182,7 +188,17 @@ def decode(
         head, epochs, drafts = slots.head, slots.epochs, jnp.zeros((batch, 0), jnp.int32)
         if head is not None:
             head, drafts, epochs = draft(
-                model, head, active, lengths, end_lengths, page_table, sampling, slots.counts, epochs, num_drafts
+                model,
+                head,
+                active,
+                lengths,
+                end_lengths,
+                page_table,
+                sampling,
+                slots.counts,
+                epochs,
+                num_drafts,
+                draw_one,
             )
         positions = lengths[:, None] + jnp.arange(num_rows)
         # The last token of an output is never run, nor is what would follow it: its page may not be ours.
@@ -194,7 +210,12 @@ def decode(
 
     shape = (config.num_steps, num_rows, batch)
     nothing = Drawn(jnp.full(shape, -1, jnp.int32), _no_logprobs(shape))
-    slots, drawn = jax.lax.fori_loop(0, num_steps, step, (slots, nothing))
+
+    def all_steps(_: jax.Array, carry: tuple[Slots, Drawn]) -> tuple[Slots, Drawn]:
+        return jax.lax.fori_loop(0, config.num_steps, step, carry)
+
+    turns, turn = (num_steps // config.num_steps, all_steps) if greedy else (num_steps, step)
+    slots, drawn = jax.lax.fori_loop(0, turns, turn, (slots, nothing))
     return slots, _gathered(drawn, lanes.want_logprobs, axis=2) if gather else drawn
 
 
@@ -240,7 +261,8 @@ class Programs:
     """prefill and decode over a mesh, jitted and not yet compiled: functions of the model's state, the slots, which are
     donated and gone after a call, and the call's table.
 
-    prefill: by the length of its rows; decode: by batch size, in slots of a data rank, and number of drafts.
+    prefill: by the length of its rows; decode: by batch size, in slots of a data rank, and number of drafts; greedy:
+    the same for calls that draw greedily, where the config asks for them.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, config: EngineConfig) -> None:
@@ -255,12 +277,16 @@ class Programs:
             length: jitted(partial(prefill, config=config, length=length, gather=gather), (slots, rows, rows))
             for length in config.chunk_lengths
         }
-        self.decode = {
-            (batch, num_drafts): jitted(
-                partial(decode, config=config, batch=batch, num_drafts=num_drafts, gather=gather), (slots, by_step)
-            )
-            for batch, num_drafts in config.decode_variants
-        }
+        self.decode, self.greedy = (
+            {
+                (batch, num_drafts): jitted(
+                    partial(decode, config=config, batch=batch, num_drafts=num_drafts, gather=gather, greedy=greedy),
+                    (slots, by_step),
+                )
+                for batch, num_drafts in (config.decode_variants if config.greedy_programs or not greedy else [])
+            }
+            for greedy in (False, True)
+        )
 
 
 def spans_processes(mesh: Mesh) -> bool:

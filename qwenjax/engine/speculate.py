@@ -7,6 +7,7 @@ equal draws likelier when sampling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,11 +120,13 @@ def draft(
     counts: TokenCounts,
     epochs: jax.Array,
     num_drafts: int,
+    draw: Callable[..., jax.Array] = sample,
 ) -> tuple[HeadState, jax.Array, jax.Array]:
     """Runs the entries that wait, then guesses the tokens at positions lengths + 1 to lengths + num_drafts.
 
-    Arguments as Slots', of the batch that decodes. Returns the head's state, the drafts int32 [slots, num_drafts] and
-    the epochs. With num_drafts 0 the head only keeps up, so that drafting may start again later.
+    Arguments as Slots', of the batch that decodes; draw: `sample`, or what gives the same for these rows. Returns the
+    head's state, the drafts int32 [slots, num_drafts] and the epochs. With num_drafts 0 the head only keeps up, so that
+    drafting may start again later.
     """
     mtp, batch = model.mtp, active.shape[0]
     assert mtp is not None
@@ -136,22 +139,23 @@ def draft(
     if num_drafts == 0:
         return replace(head, cache=context.cache), drafts, epochs
 
-    def guess(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def guess(index: jax.Array | int, drafts: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        token = draw(model.logits(hidden[:, 0]), sampling, lengths + 1 + index, counts)
+        return token, drafts.at[:, index].set(token)
+
+    def guess_and_run(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         drafts, hidden, cache, epochs = carry
-        token = sample(model.logits(hidden[:, 0]), sampling, lengths + 1 + index, counts)
+        token, drafts = guess(index, drafts, hidden)
         # This draft's entry sits one before the token that it would be the draft of, as the first does.
         position = lengths + index
         runs = active & (position < end_lengths - 1)
-
-        def run_head() -> tuple[jax.Array, KVCache, jax.Array]:
-            context = PagedContext(cache, page_table, jnp.where(runs, position, -1)[:, None])
-            out, context, advanced = mtp(model.embed(token)[:, None], hidden, context, epochs)
-            return out, context.cache, advanced
-
-        more = index < num_drafts - 1
-        hidden, cache, epochs = jax.lax.cond(more, run_head, lambda: (hidden, cache, epochs))
-        return drafts.at[:, index].set(token), hidden, cache, epochs
+        context = PagedContext(cache, page_table, jnp.where(runs, position, -1)[:, None])
+        hidden, context, epochs = mtp(model.embed(token)[:, None], hidden, context, epochs)
+        return drafts, hidden, context.cache, epochs
 
     carry = (drafts, hidden, context.cache, epochs)
-    drafts, _, cache, epochs = jax.lax.fori_loop(0, num_drafts, guess, carry)
+    if num_drafts > 1:
+        carry = jax.lax.fori_loop(0, num_drafts - 1, guess_and_run, carry)
+    drafts, hidden, cache, epochs = carry
+    _, drafts = guess(num_drafts - 1, drafts, hidden)
     return replace(head, cache=cache), drafts, epochs

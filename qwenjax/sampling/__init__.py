@@ -9,7 +9,7 @@ from qwenjax.sampling.counts import TokenCounts, count_tokens
 from qwenjax.sampling.logprobs import TopLogprobs, token_logprobs
 from qwenjax.sampling.noise import gumbel_noise
 from qwenjax.sampling.process import process_logits
-from qwenjax.sampling.sample import draw, sample
+from qwenjax.sampling.sample import draw, likeliest, sample
 
 __all__ = [
     "SamplingArrays",
@@ -20,6 +20,7 @@ __all__ = [
     "count_tokens",
     "draw",
     "gumbel_noise",
+    "likeliest",
     "new_seed",
     "process_logits",
     "sample",

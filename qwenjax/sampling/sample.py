@@ -28,9 +28,14 @@ def sample(
     return jax.lax.cond(
         processes.any(),
         lambda logits: draw(process_logits(logits, arrays, position, counts, count_rows), arrays, position),
-        lambda logits: jnp.argmax(logits.astype(jnp.float32), axis=1).astype(jnp.int32),
+        likeliest,
         logits,
     )
+
+
+def likeliest(logits: jax.Array, *_: object) -> jax.Array:
+    """What `sample` gives, with the same arguments, where all rows are plainly greedy; see SamplingParams."""
+    return jnp.argmax(logits.astype(jnp.float32), axis=1).astype(jnp.int32)
 
 
 def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array) -> jax.Array:

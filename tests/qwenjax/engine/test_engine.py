@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qwenjax import SamplingParams
-from qwenjax.engine.engine import Engine, EngineConfig
+from qwenjax.engine.engine import Engine, EngineConfig, Program
 from qwenjax.mesh import make_mesh
 from qwenjax.outputs import RequestOutput
 from qwenjax.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ lowered_programs: list[jax.stages.Lowered] = []
 def shared() -> Engine:
     raw = tiny(vocab_size=VOCABULARY)
     model = model_from_tensors(raw, make_mesh(), random_tensors(raw))
-    engine = Engine(model, Tokenizer(backend(), eos_ids=EOS_IDS), EngineConfig(**SIZES))
+    engine = Engine(model, Tokenizer(backend(), eos_ids=EOS_IDS), EngineConfig(**SIZES, greedy_programs=True))
     lower = jax.stages.Traced.lower
 
     def recorded(traced: jax.stages.Traced) -> jax.stages.Lowered:
@@ -202,6 +202,40 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards(engine: Engine
     finish(engine)
 
 
+def test_greedy_calls_of_all_steps_run_programs_without_branches_and_draw_what_the_others_do(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, run = list[str](), engine._run
+
+    def recorded(program: Program, *arguments: Any) -> tuple[Any, ...]:
+        ran.append(program[0])
+        return run(program, *arguments)
+
+    monkeypatch.setattr(engine, "_run", recorded)
+    prompt = random_ids(5)
+    (expected,) = solo(engine, prompt, greedy(10, logprobs=0))
+    assert ran == ["prefill", "decode", "decode", "decode"]  # 4, 4 and 1 of the 9 steps
+    ran.clear()
+    assert solo(engine, prompt, greedy(10)) == [expected]
+    assert ran == ["prefill", "greedy", "greedy", "decode"]
+    for changes in (
+        {"min_tokens": 1},
+        {"logit_bias": {3: 1.0}},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+    ):
+        ran.clear()
+        solo(engine, prompt, greedy(10, **changes))
+        assert "greedy" not in ran, changes
+    ran.clear()
+    engine.add_request("greedy", prompt, greedy(10))
+    engine.add_request("random", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True))
+    finish(engine)
+    assert "greedy" not in ran
+    branches = {name: " conditional(" in engine._compiled[name, (1, 0)].as_text() for name in ("decode", "greedy")}
+    assert branches == {"decode": True, "greedy": False}
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_aborting_frees_slots_and_pages_whatever_a_request_is_doing(engine: Engine, steps: int) -> None:
     kept = greedy(14)
@@ -243,7 +277,7 @@ def test_a_call_is_begun_before_the_results_of_the_one_before_are_taken(
     monkeypatch.setattr(engine, "_run", began)
     monkeypatch.setattr(engine, "_take_results", taken)
     solo(engine, random_ids(3), greedy(9))
-    assert events == ["prefill", "decode", "results", "decode", "results", "results"]
+    assert events == ["prefill", "greedy", "results", "greedy", "results", "results"]
 
 
 def test_ctrl_c_while_results_are_awaited_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
