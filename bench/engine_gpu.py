@@ -9,10 +9,10 @@ margins: where the two part, the CPU's own choice was ahead of the next by less 
 
 steps: random weights, bfloat16 or quantised as they are made. Milliseconds a decode step at a context of 2,048 for each
 batch, of a program of 8 steps over slots that are put there as if their prompts had been read; prompt tokens a second
-of 8 prompts of 6,000 tokens, through the engine, and milliseconds to the first token of a short one alone, for each
-budget of a call; with --engine milliseconds a step through it at batch 64, short contexts, beside those of the device
-alone: the difference is what the host stalls. vLLM 0.26 and the roofs (4.3 TB/s) are of one H200, see the columns'
-header. Every line is printed as it is measured.
+of 8 prompts of 6,000 tokens, through the engine, milliseconds to the first token of a short one alone, and between two
+tokens of 16 sequences while the 8 are read, for each budget of a call; with --engine milliseconds a step through it at
+batch 64, short contexts, beside those of the device alone: the difference is what the host stalls. vLLM 0.26 and the
+roofs (4.3 TB/s) are of one H200, see the columns' header. Every line is printed as it is measured.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ TINY, LARGE = ROOT / "configs" / "tiny", ROOT / "configs" / "qwen3-30b-a3b"
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
 CONTEXT, STEPS, PAGE = 2048, 8, 64
 SHORT_PROMPTS = (100, 1000)  # tokens; each alone
+DRAWING = 16  # sequences that draw while prompts are read
 PEERS = {  # ms a decode step by batch, prefill tokens/s: vLLM 0.26 on one H200
     None: ({1: 4.20, 16: 12.8, 64: 20.1, 256: 31.6}, 60_800),
     "mxfp8": ({1: 5.23, 16: 10.3, 64: 16.7, 256: 31.2}, 34_500),
@@ -110,6 +111,7 @@ def engine_config(batch: int, tokens: int, **changes: Any) -> EngineConfig:
         "page_size": PAGE,
         "max_num_batched_tokens": 2048,
         "num_steps": STEPS,
+        "greedy_programs": True,
     }
     return EngineConfig(**{**sizes, **changes})
 
@@ -221,6 +223,24 @@ def prefill_seconds(engine: Engine, prompts: list[list[int]]) -> float:
     return run_all(engine, prompts, 1)[0]
 
 
+def gaps_while_reading(engine: Engine, prompts: list[list[int]]) -> list[float]:
+    """Seconds between two tokens of sequences that draw, while prompts are read."""
+    engine.clear_prefix_cache()
+    drawing = [str(index) for index in range(DRAWING)]
+    for name in drawing:
+        engine.add_request(name, prompts[0][:64], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"long {index}", prompt, SamplingParams(temperature=0, max_tokens=1))
+    seen = list[float]()
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        if any(output.request_id == drawing[0] for output in engine.step()):
+            seen.append(time.perf_counter())
+    engine.abort(list(engine._requests))
+    return np.diff(seen).tolist()
+
+
 def measure_steps(
     quantization: str | None,
     batches: list[int],
@@ -248,16 +268,22 @@ def measure_steps(
         for batch in batches
         for count in drafts
     }
-    prefills = {budget: engine_config(8, 6200, max_num_batched_tokens=budget) for budget in budgets}
+    prefills = {budget: engine_config(8 + DRAWING, 6200, max_num_batched_tokens=budget) for budget in budgets}
+    for sizes in prefills.values():
+        vars(sizes)["decode_batches"] = [8 + DRAWING]  # one program, whatever few draw at first
     with ThreadPoolExecutor() as pool:
         # All compiled before the first is timed: compiling takes the host's cores.
         futures = {
-            variant: pool.submit(compiled, model, sizes, ("decode", variant)) for variant, sizes in decodes.items()
+            variant: pool.submit(compiled, model, sizes, ("greedy", variant)) for variant, sizes in decodes.items()
         }
         prefill_futures = {
             (budget, length): pool.submit(compiled, model, sizes, ("prefill", length))
             for budget, sizes in prefills.items()
             for length in sizes.chunk_lengths
+        }
+        meanwhile = {
+            budget: pool.submit(compiled, model, sizes, ("decode", (8 + DRAWING, 0)))
+            for budget, sizes in prefills.items()
         }
     say(f"programs: compiled in {time.perf_counter() - start:.0f} s")
     say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM | temporaries, a layer's cache (GB)")
@@ -274,13 +300,15 @@ def measure_steps(
         gc.collect()
     rng = np.random.default_rng(0)
     shorts = " | ".join(f"of {length:,}" for length in SHORT_PROMPTS)
-    say(f"\nprefill of 8 x 6,000 tokens: budget of a call | tokens/s | vLLM | ms to one prompt's first token, {shorts}")
+    say("\nprefill of 8 x 6,000 tokens; ms to the first token of one prompt alone; ms between two tokens of")
+    say(f"{DRAWING} sequences while the 8 are read (median, most): budget of a call | tokens/s | vLLM | {shorts} | gap")
     for budget, sizes in prefills.items():
         try:
             engine = Engine(model, tokenizer, sizes)
             engine._compiled = {
                 ("prefill", length): prefill_futures[budget, length].result() for length in sizes.chunk_lengths
             }
+            engine._compiled["decode", (8 + DRAWING, 0)] = meanwhile[budget].result()
             prompts = [rng.integers(0, config.vocab_size, 6000).tolist() for _ in range(8)]
             best = min(prefill_seconds(engine, prompts) for _ in range(2))
             if profile:
@@ -288,7 +316,9 @@ def measure_steps(
                     say(f"{milliseconds:>10.1f} ms in {count:>5} of {name[:100]}")
             alone = [min(prefill_seconds(engine, [prompts[0][:length]]) for _ in range(4)) for length in SHORT_PROMPTS]
             firsts = " | ".join(f"{seconds * 1e3:.1f}" for seconds in alone)
-            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill} | {firsts}")
+            gaps = np.asarray(gaps_while_reading(engine, prompts)) * 1e3
+            between = f"{np.median(gaps):.1f}, {np.max(gaps):.1f}"
+            say(f"{budget:>45} | {8 * 6000 / best:>8.0f} | {peer_prefill} | {firsts} | {between}")
             del engine
         except Exception as error:
             say(f"{budget:>45} | failed: {type(error).__name__}: {str(error)[:1000]}")
@@ -300,7 +330,7 @@ def measure_steps(
     prompts = [rng.integers(0, config.vocab_size, 64).tolist() for _ in range(64)]
     seconds, steps = min(run_all(engine, prompts, 129)[1:] for _ in range(3))
     milliseconds = seconds / steps * 1e3
-    alone = decode_step_seconds(model, engine.config, engine._compiled["decode", (64, 0)], 128) * 1e3
+    alone = decode_step_seconds(model, engine.config, engine._compiled["greedy", (64, 0)], 128) * 1e3
     say(f"\nthrough the engine, batch 64, contexts of 64 to 192: {milliseconds:.2f} ms a step over {steps} steps")
     say(f"the device alone at a context of 128: {alone:.2f}; the host adds {milliseconds / alone - 1:.1%}")
 
