@@ -111,7 +111,7 @@ def engine_config(batch: int, tokens: int, **changes: Any) -> EngineConfig:
         "page_size": PAGE,
         "max_num_batched_tokens": 2048,
         "num_steps": STEPS,
-        "greedy_programs": True,
+        "programs_by_kind": True,
     }
     return EngineConfig(**{**sizes, **changes})
 
@@ -135,7 +135,8 @@ def compiled(model: ShardedModel, config: EngineConfig, what: tuple[str, Any]) -
     name, size = what
     rows = config.rows_per_call(size) if name == "prefill" else size[0]
     columns = chunk_columns(config, size) if name == "prefill" else lane_columns(config)
-    function = getattr(Programs(model.graphdef, model.mesh, config), name)[size]
+    programs = Programs(model.graphdef, model.mesh, config)
+    function = programs.prefill[size] if name == "prefill" else programs.decode[name, size]  # type: ignore[index]
     return function.trace(model.state, slots, columns.table(rows)).lower().compile()
 
 

@@ -99,10 +99,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def plainly_greedy(self) -> bool:
-        """Whether every token is the one of the largest logit, as the model gives it, and nothing is asked besides."""
+    def only_draws(self) -> bool:
+        """Whether at most a temperature and truncation come between the model's logits and the draw, and nothing is
+        asked besides."""
         edits = self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias)
-        return self.greedy and not edits and self.logprobs is None
+        return not edits and self.logprobs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -212,7 +212,7 @@ def _sizes(asked: EngineOptions, longest: int, platform: str) -> EngineConfig:
         num_speculative_tokens=asked["num_speculative_tokens"] or 0,
         speculation_max_batch=asked["speculation_max_batch"],
         prefix_caching=asked["enable_prefix_caching"],
-        greedy_programs=platform == "gpu",
+        programs_by_kind=platform == "gpu",
     )
 
 

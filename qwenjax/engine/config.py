@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
+
+from qwenjax.sampling_params import SamplingParams
 
 # The largest batch whose steps were timed with a draft (Qwen3-30B-A3B's shapes on an H200, bench/results/
 # engine-h200.md): 1.15 times the step without, which an acceptance above 0.15 repays. Beyond, nothing is known.
 MEASURED_SPECULATION_BATCH = 256
+DecodeKind = Literal["decode", "greedy", "truncated"]
 _SHORTEST_CHUNK = 16  # tokens; shorter prompts are padded to it
 
 
@@ -21,8 +26,8 @@ class EngineConfig:
     several calls. num_steps: of a decode call, each of which draws a token for each slot, or several with speculation.
     num_speculative_tokens: drafts of a step, 0 for none. speculation_max_batch: with more sequences than this on a data
     rank a call does without drafts. prefix_caching: whether pages of prompts are kept for those that begin alike.
-    greedy_programs: whether calls of greedy requests alone have decode programs of their own, without branches: for
-    GPUs, where each branch waits for the host.
+    programs_by_kind: whether calls whose requests are of one kind (`decode_kind`) have decode programs of their own,
+    without branches: for GPUs, where each branch waits for the host.
     """
 
     max_model_len: int
@@ -34,7 +39,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     speculation_max_batch: int = MEASURED_SPECULATION_BATCH
     prefix_caching: bool = True
-    greedy_programs: bool = False
+    programs_by_kind: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_pages", "page_size", "num_steps"):
@@ -103,6 +108,11 @@ class EngineConfig:
         return sorted({batch for batch in (1, 8, 64) if batch < self.max_num_seqs} | {self.max_num_seqs})
 
     @property
+    def decode_kinds(self) -> tuple[DecodeKind, ...]:
+        """What decode is compiled for: "decode", whatever requests ask for, and kinds of those."""
+        return ("decode", "greedy", "truncated") if self.programs_by_kind else ("decode",)
+
+    @property
     def decode_variants(self) -> list[tuple[int, int]]:
         """Batch and number of drafts of every decode program. Requests may go without drafts at any batch."""
         plain = [(batch, 0) for batch in self.decode_batches]
@@ -110,3 +120,17 @@ class EngineConfig:
             return plain
         # At every batch: a few sequences may be left in high slots, and those are to keep their drafts.
         return plain + [(batch, self.num_speculative_tokens) for batch in self.decode_batches]
+
+
+def decode_kind(requests: Iterable[SamplingParams]) -> DecodeKind:
+    """Of the program that draws for these requests.
+
+    "greedy": all draw the ids of the largest logits as they are. "truncated": some truncate by top_k and some by top_p,
+    so that all pay for both as they would with branches; none asks for more. "decode": anything.
+    """
+    requests = list(requests)
+    if not all(params.only_draws for params in requests):
+        return "decode"
+    random = [params for params in requests if not params.greedy]
+    truncates = any(params.top_k > 0 for params in random) and any(params.top_p < 1 for params in random)
+    return "truncated" if truncates else "decode" if random else "greedy"

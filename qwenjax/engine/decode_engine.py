@@ -197,7 +197,7 @@ class DecodeEngine(Engine):
         return changed
 
     def _announceable(self, programs: list[Program]) -> list[Program]:
-        return [*(program for program in programs if program[0] in ("decode", "greedy")), ("admission", None)]
+        return [*(program for program in programs if program[0] in self.config.decode_kinds), ("admission", None)]
 
     def _shape(self, program: Program) -> tuple[int, int] | None:
         return None if program[0] == "admission" else super()._shape(program)
@@ -283,9 +283,8 @@ class DecodeEngine(Engine):
         mesh, config, ranks = self.model.mesh, self.model.config, self.ranks
         slots = slots_specs(self._slots.head is not None)
         traced: dict[Program, Any] = {
-            (name, variant): function.trace(self.model.state, self._slots, self._idle_table((name, variant)))
-            for name, functions in (("decode", programs.decode), ("greedy", programs.greedy))
-            for variant, function in functions.items()
+            program: function.trace(self.model.state, self._slots, self._idle_table(program))
+            for program, function in programs.decode.items()
         }
 
         def trace(function: Any, in_specs: Any, *arguments: Any) -> Any:

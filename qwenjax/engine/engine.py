@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns, prefill_table
-from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.config import DecodeKind, EngineConfig, decode_kind
 from qwenjax.engine.interrupts import uninterrupted
 from qwenjax.engine.processes import Follower, Leader, meet
 from qwenjax.engine.programs import Drawn, Programs, spans_processes
@@ -40,7 +40,7 @@ from qwenjax_ffi.symmetric_memory_exchange import PeerError
 
 logger = logging.getLogger(__name__)
 
-Program = tuple[str, Any]  # ("prefill", length), or ("decode", (batch, drafts)) and ("greedy", the same)
+Program = tuple[str, Any]  # ("prefill", length) or (a DecodeKind, (batch, drafts))
 
 _LOG_SECONDS = 10.0  # between two lines of a busy engine
 
@@ -299,10 +299,10 @@ class Engine:
                 prompts = Prefill(size, [])
                 rows = prefill_table(self.config, self.ranks, prompts, _no_sampling, False, False)
                 self._run_prefill(prompts, self._placed(rows))
-            elif name in ("decode", "greedy"):
+            elif name in self.config.decode_kinds:
                 # Slots that end with the first step: their limit is a length of 0, so that they write nothing.
                 batch, num_drafts = size
-                steps = self.config.num_steps if name == "greedy" else 1
+                steps = 1 if name == "decode" else self.config.num_steps
                 lanes = decode_table(self.config, self.ranks, Decode(batch, num_drafts, steps, []), False)
                 lane_columns(self.config).one(lanes, "keep")[:] = 1
                 self._slots = replace(self._slots, active=jnp.ones_like(self._slots.active))
@@ -318,8 +318,7 @@ class Engine:
     def _traced(self, programs: Programs) -> dict[Program, Any]:
         """Every program that the engine runs, ready to be compiled."""
         functions: dict[Program, Any] = {("prefill", length): found for length, found in programs.prefill.items()}
-        functions |= {("decode", variant): found for variant, found in programs.decode.items()}
-        functions |= {("greedy", variant): found for variant, found in programs.greedy.items()}
+        functions |= programs.decode
         return {
             program: function.trace(self.model.state, self._slots, self._idle_table(program))
             for program, function in functions.items()
@@ -358,8 +357,7 @@ class Engine:
         else:
             want_prompt, prompt_logprobs, found = False, None, {}
             table = decode_table(self.config, self.ranks, call, want)
-            greedy = all(sequence.request.params.plainly_greedy for sequence in sequences)
-            program = self._decode_program(call, greedy)
+            program = self._decode_program(call, [sequence.request.params for sequence in sequences])
             (drawn,) = self._run(program, self._announced(program, table))
             self.num_decode_calls += 1
             self._note_batch(call)
@@ -373,11 +371,12 @@ class Engine:
         self._in_flight.append(InFlight(call, found))
         return True
 
-    def _decode_program(self, call: Decode, greedy: bool) -> Program:
-        """greedy: whether all sequences of the call are, plainly."""
-        whole = call.num_steps == self.config.num_steps
-        name = "greedy" if greedy and whole and self.config.greedy_programs else "decode"
-        return name, (call.batch, call.num_drafts)
+    def _decode_program(self, call: Decode, params: SequenceOf[SamplingParams]) -> Program:
+        """params: of the call's sequences."""
+        kind: DecodeKind = "decode"
+        if self.config.programs_by_kind and call.num_steps == self.config.num_steps:
+            kind = decode_kind(params)
+        return kind, (call.batch, call.num_drafts)
 
     def _run_prefill(self, call: Prefill, table: Any) -> tuple[Drawn, TopLogprobs, dict[str, Any]]:
         """What the call draws, and what else its results are to hold."""

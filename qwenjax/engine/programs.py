@@ -14,17 +14,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax.cache import PagedContext
 from qwenjax.engine.calls import chunk_of, lanes_of
-from qwenjax.engine.config import EngineConfig
+from qwenjax.engine.config import DecodeKind, EngineConfig
 from qwenjax.engine.slots import Slots, slots_specs
 from qwenjax.engine.speculate import draft, put_first
 from qwenjax.mesh import BY_DATA, DATA
 from qwenjax.model import Qwen3Moe
-from qwenjax.sampling import TopLogprobs, likeliest, sample, token_logprobs
+from qwenjax.sampling import TopLogprobs, likeliest, sample, token_logprobs, truncated
 from qwenjax.sampling_params import MAX_LOGPROBS
 from qwenjax.sharded_model import on_ranks
 
 _BY_STEP = PartitionSpec(None, None, DATA)  # [steps, positions, slots, …]
 _WHOLE = PartitionSpec()
+_DRAWS: dict[DecodeKind, Callable[..., jax.Array]] = {"decode": sample, "greedy": likeliest, "truncated": truncated}
 
 
 @jax.tree_util.register_dataclass
@@ -128,23 +129,23 @@ def decode(
     batch: int,
     num_drafts: int,
     gather: bool,
-    greedy: bool = False,
+    kind: DecodeKind = "decode",
 ) -> tuple[Slots, Drawn]:
     """Runs steps of the first `batch` slots, all on the device; each draws 1 to num_drafts + 1 tokens.
 
     table: the rank's rows of `decode_table`, which says how many steps. Returns the slots and the tokens
     [config.num_steps, num_drafts + 1, batch], -1 where none was drawn.
 
-    greedy: no row asks for more than the largest logits' ids (`SamplingParams.plainly_greedy`), and there are
-    config.num_steps steps or none. Then nothing in a step is decided on the device: on a GPU the host would read every
-    branch and every end of a loop there, and launch what follows while nothing runs.
+    kind: other than "decode", what all rows ask for (`decode_kind`), of config.num_steps steps or none. Then
+    nothing in a step is decided on the device: on a GPU the host would read every branch and every end of a loop there,
+    and launch what follows while nothing runs.
     """
     lanes = lanes_of(config, table)
     slots = slots.keep(lanes)
     page_table, sampling, end_lengths, speculates = jax.tree.map(
         lambda table: table[:batch], (slots.page_table, slots.sampling, slots.end_lengths, slots.speculates)
     )
-    num_rows, draw_one = num_drafts + 1, likeliest if greedy else sample
+    num_rows, draw_one = num_drafts + 1, _DRAWS[kind]
     # The host plans a call before it has seen which sequences the call before ended: there may be nothing to do. All
     # ranks run as many steps, since a layer's experts are everywhere.
     any_active = jax.lax.psum(jnp.any(slots.active[:batch]).astype(jnp.int32), DATA) > 0
@@ -163,7 +164,7 @@ def decode(
             position = start + 1 + row
             own = jax.lax.dynamic_index_in_dim(logits, row, axis=1, keepdims=False)
             new = draw_one(own, sampling, position, slots.counts)
-            logprobs = _no_logprobs(new.shape) if greedy else _logprobs_if(lanes.want_logprobs, own, new)
+            logprobs = _logprobs_if(lanes.want_logprobs, own, new) if kind == "decode" else _no_logprobs(new.shape)
             now = Drawn(jnp.where(drawing, new, -1), logprobs)
             drawn = jax.tree.map(lambda table, values: table.at[index, row].set(values), drawn, now)
             goes_on = ~sampling.is_end(new) & (position + 1 < end_lengths)
@@ -214,7 +215,7 @@ def decode(
     def all_steps(_: jax.Array, carry: tuple[Slots, Drawn]) -> tuple[Slots, Drawn]:
         return jax.lax.fori_loop(0, config.num_steps, step, carry)
 
-    turns, turn = (num_steps // config.num_steps, all_steps) if greedy else (num_steps, step)
+    turns, turn = (num_steps, step) if kind == "decode" else (num_steps // config.num_steps, all_steps)
     slots, drawn = jax.lax.fori_loop(0, turns, turn, (slots, nothing))
     return slots, _gathered(drawn, lanes.want_logprobs, axis=2) if gather else drawn
 
@@ -261,8 +262,7 @@ class Programs:
     """prefill and decode over a mesh, jitted and not yet compiled: functions of the model's state, the slots, which are
     donated and gone after a call, and the call's table.
 
-    prefill: by the length of its rows; decode: by batch size, in slots of a data rank, and number of drafts; greedy:
-    the same for calls that draw greedily, where the config asks for them.
+    prefill: by the length of its rows; decode: by kind, and batch size, in slots of a data rank, with number of drafts.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, config: EngineConfig) -> None:
@@ -277,16 +277,14 @@ class Programs:
             length: jitted(partial(prefill, config=config, length=length, gather=gather), (slots, rows, rows))
             for length in config.chunk_lengths
         }
-        self.decode, self.greedy = (
-            {
-                (batch, num_drafts): jitted(
-                    partial(decode, config=config, batch=batch, num_drafts=num_drafts, gather=gather, greedy=greedy),
-                    (slots, by_step),
-                )
-                for batch, num_drafts in (config.decode_variants if config.greedy_programs or not greedy else [])
-            }
-            for greedy in (False, True)
-        )
+        self.decode: dict[tuple[str, tuple[int, int]], Any] = {
+            (kind, variant): jitted(
+                partial(decode, config=config, batch=variant[0], num_drafts=variant[1], gather=gather, kind=kind),
+                (slots, by_step),
+            )
+            for kind in config.decode_kinds
+            for variant in config.decode_variants
+        }
 
 
 def spans_processes(mesh: Mesh) -> bool:

@@ -9,7 +9,7 @@ from qwenjax.sampling.counts import TokenCounts, count_tokens
 from qwenjax.sampling.logprobs import TopLogprobs, token_logprobs
 from qwenjax.sampling.noise import gumbel_noise
 from qwenjax.sampling.process import process_logits
-from qwenjax.sampling.sample import draw, likeliest, sample
+from qwenjax.sampling.sample import draw, likeliest, sample, truncated
 
 __all__ = [
     "SamplingArrays",
@@ -25,4 +25,5 @@ __all__ = [
     "process_logits",
     "sample",
     "token_logprobs",
+    "truncated",
 ]

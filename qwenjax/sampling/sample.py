@@ -9,6 +9,7 @@ from qwenjax.sampling.arrays import SamplingArrays
 from qwenjax.sampling.counts import TokenCounts
 from qwenjax.sampling.noise import gumbel_noise
 from qwenjax.sampling.process import may_move_the_maximum, process_logits
+from qwenjax.sampling.truncate import truncate
 
 
 def sample(
@@ -34,11 +35,22 @@ def sample(
 
 
 def likeliest(logits: jax.Array, *_: object) -> jax.Array:
-    """What `sample` gives, with the same arguments, where all rows are plainly greedy; see SamplingParams."""
+    """What `sample` gives, with the same arguments, where all rows are greedy and their requests only draw."""
     return jnp.argmax(logits.astype(jnp.float32), axis=1).astype(jnp.int32)
 
 
-def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array) -> jax.Array:
+def truncated(logits: jax.Array, arrays: SamplingArrays, position: jax.Array, *_: object) -> jax.Array:
+    """What `sample` gives, with the same arguments, where all rows' requests only draw; see SamplingParams.
+
+    Without branches: all rows pay for the truncation.
+    """
+    temperature = jnp.where(arrays.temperature > 0, arrays.temperature, 1)[:, None]
+    scaled = logits.astype(jnp.float32) / temperature
+    kept = truncate(scaled, arrays.top_k, arrays.top_p, arrays.min_p, branches=False)
+    return draw(kept, arrays, position, branches=False)
+
+
+def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array, branches: bool = True) -> jax.Array:
     """argmax(processed + Gumbel noise), int32 [rows]; without noise where greedy. Ties go to the lowest id.
 
     processed: float32 [rows, vocab] from `process_logits`. position: int32 [rows], that of the token to draw.
@@ -49,5 +61,8 @@ def draw(processed: jax.Array, arrays: SamplingArrays, position: jax.Array) -> j
         noise = gumbel_noise(arrays.seed, arrays.sample_index, position, processed.shape[1])
         return processed + jnp.where(random[:, None], noise, 0)
 
-    perturbed = jax.lax.cond(random.any(), add_noise, lambda processed: processed, processed)
+    if branches:
+        perturbed = jax.lax.cond(random.any(), add_noise, lambda processed: processed, processed)
+    else:
+        perturbed = add_noise(processed)
     return jnp.argmax(perturbed, axis=1).astype(jnp.int32)

@@ -11,14 +11,16 @@ _MASS_BITS = 28
 _HALF_BITS = 14
 
 
-def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def truncate(
+    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, branches: bool = True
+) -> jax.Array:
     """`logits` (float32 [rows, vocab], temperature applied) with -inf at the ids left out, in vLLM's order.
 
     min_p: float32 [rows], leaves out ids less probable than min_p times the most probable; 0 is off.
     top_k: int32 [rows], leaves out ids less probable than the k-th; 0, and the vocabulary's size or more, is off.
     top_p: float32 [rows], keeps the fewest most probable ids whose share of what is left reaches top_p; 1 is off.
 
-    Ids that tie with the last one kept are kept too. Work that no row needs is skipped.
+    Ids that tie with the last one kept are kept too. Work that no row needs is skipped, with branches.
     """
     vocab_size = logits.shape[1]
     # -0.0 and 0.0 are one logit, but two keys.
@@ -45,6 +47,8 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
         threshold = _largest_threshold(mass, jnp.maximum(target, 1))
         return jnp.where(has_top_p[:, None] & (keys < threshold[:, None]), -jnp.inf, logits)
 
+    if not branches:
+        return keep_top_p(keep_top_k(logits))
     logits = jax.lax.cond(has_top_k.any(), keep_top_k, lambda logits: logits, logits)
     return jax.lax.cond(has_top_p.any(), keep_top_p, lambda logits: logits, logits)
 

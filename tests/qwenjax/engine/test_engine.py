@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from qwenjax import SamplingParams
+from qwenjax.engine.config import decode_kind
 from qwenjax.engine.engine import Engine, EngineConfig, Program
 from qwenjax.mesh import make_mesh
 from qwenjax.outputs import RequestOutput
@@ -37,7 +39,7 @@ lowered_programs: list[jax.stages.Lowered] = []
 def shared() -> Engine:
     raw = tiny(vocab_size=VOCABULARY)
     model = model_from_tensors(raw, make_mesh(), random_tensors(raw))
-    engine = Engine(model, Tokenizer(backend(), eos_ids=EOS_IDS), EngineConfig(**SIZES, greedy_programs=True))
+    engine = Engine(model, Tokenizer(backend(), eos_ids=EOS_IDS), EngineConfig(**SIZES, programs_by_kind=True))
     lower = jax.stages.Traced.lower
 
     def recorded(traced: jax.stages.Traced) -> jax.stages.Lowered:
@@ -202,7 +204,7 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards(engine: Engine
     finish(engine)
 
 
-def test_greedy_calls_of_all_steps_run_programs_without_branches_and_draw_what_the_others_do(
+def test_calls_of_one_kind_and_all_steps_run_programs_without_branches_and_draw_what_the_others_do(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran, run = list[str](), engine._run
@@ -213,27 +215,44 @@ def test_greedy_calls_of_all_steps_run_programs_without_branches_and_draw_what_t
 
     monkeypatch.setattr(engine, "_run", recorded)
     prompt = random_ids(5)
-    (expected,) = solo(engine, prompt, greedy(10, logprobs=0))
-    assert ran == ["prefill", "decode", "decode", "decode"]  # 4, 4 and 1 of the 9 steps
-    ran.clear()
-    assert solo(engine, prompt, greedy(10)) == [expected]
-    assert ran == ["prefill", "greedy", "greedy", "decode"]
-    for changes in (
-        {"min_tokens": 1},
-        {"logit_bias": {3: 1.0}},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.2},
+    for kind, params in (
+        ("greedy", greedy(10)),
+        ("truncated", SamplingParams(max_tokens=10, ignore_eos=True, seed=3, temperature=2, top_k=30, top_p=0.8)),
     ):
         ran.clear()
-        solo(engine, prompt, greedy(10, **changes))
-        assert "greedy" not in ran, changes
+        (expected,) = solo(engine, prompt, replace(params, logprobs=0))
+        assert ran == ["prefill", "decode", "decode", "decode"]  # 4, 4 and 1 of the 9 steps
+        ran.clear()
+        assert solo(engine, prompt, params) == [expected]
+        assert ran == ["prefill", kind, kind, "decode"]
+        for changes in ({"min_tokens": 1}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}):
+            ran.clear()
+            solo(engine, prompt, replace(params, **changes))
+            assert set(ran) == {"prefill", "decode"}, changes
+        engine.add_request(kind, prompt, params)
     ran.clear()
-    engine.add_request("greedy", prompt, greedy(10))
-    engine.add_request("random", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True))
-    finish(engine)
+    finish(engine)  # both
+    assert "truncated" in ran
     assert "greedy" not in ran
-    branches = {name: " conditional(" in engine._compiled[name, (1, 0)].as_text() for name in ("decode", "greedy")}
-    assert branches == {"decode": True, "greedy": False}
+    branches = {
+        kind: " conditional(" in engine._compiled[kind, (1, 0)].as_text() for kind in engine.config.decode_kinds
+    }
+    assert branches == {"decode": True, "greedy": False, "truncated": False}
+
+
+@pytest.mark.parametrize(
+    ("requests", "kind"),
+    [
+        ([{}, {"top_p": 0.5}], "greedy"),
+        ([{"temperature": 1}], "decode"),
+        ([{"temperature": 1, "top_k": 5}, {"top_p": 0.5}], "decode"),
+        ([{"temperature": 1, "top_k": 5}, {"temperature": 1, "top_p": 0.5}, {}], "truncated"),
+        ([{"temperature": 1, "top_k": 5, "top_p": 0.5}, {"logprobs": 0}], "decode"),
+        ([{}, {"min_tokens": 1}], "decode"),
+    ],
+)
+def test_the_kind_of_a_decode_call_follows_from_its_requests(requests: list[dict[str, Any]], kind: str) -> None:
+    assert decode_kind(SamplingParams(**{"temperature": 0, **changes}) for changes in requests) == kind
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])

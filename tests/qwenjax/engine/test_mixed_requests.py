@@ -24,7 +24,7 @@ LONGEST, MOST_TOKENS = 2000, 40
 Request = tuple[list[int], SamplingParams, str | None]
 
 
-def engine_of(num_drafts: int, greedy_programs: bool = False) -> Engine:
+def engine_of(num_drafts: int, programs_by_kind: bool = False) -> Engine:
     """Two layers in float32 with a head, and the pages of one of the longest requests."""
     raw = tiny(vocab_size=VOCABULARY, max_position_embeddings=2048)
     config = replace(ModelConfig.from_dict(raw), mtp_num_hidden_layers=1)
@@ -41,7 +41,7 @@ def engine_of(num_drafts: int, greedy_programs: bool = False) -> Engine:
             max_num_batched_tokens=256,
             num_speculative_tokens=num_drafts,
             speculation_max_batch=4,
-            greedy_programs=greedy_programs,
+            programs_by_kind=programs_by_kind,
         ),
     )
     engine.warm_up(progress=False)
@@ -158,7 +158,7 @@ def check_memory(engine: Engine) -> None:
     cache = engine._slots.cache
     whole = cache.keys.nbytes + cache.values.nbytes
     for (name, size), program in engine._compiled.items():
-        if name in ("decode", "greedy"):
+        if name in engine.config.decode_kinds:
             memory = program.memory_analysis()
             assert memory.alias_size_in_bytes >= whole, size
             assert memory.temp_size_in_bytes < whole / cache.keys.shape[0], size
@@ -175,6 +175,6 @@ def test_100_mixed_requests_equal_their_solo_runs() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_500_mixed_requests_equal_their_solo_runs_without_speculation(num_drafts: int) -> None:
     # One alone takes many steps a call, which the programs for greedy calls are for.
-    solo = engine_of(0, greedy_programs=True)
+    solo = engine_of(0, programs_by_kind=True)
     check_equal_to_solo_runs(engine_of(num_drafts), solo, 500)
     check_memory(solo)

@@ -14,9 +14,11 @@ from qwenjax.sampling import (
     count_tokens,
     draw,
     gumbel_noise,
+    likeliest,
     new_seed,
     process_logits,
     sample,
+    truncated,
 )
 from qwenjax.sampling.noise import gumbel_from_bits
 from qwenjax.sampling.process import may_move_the_maximum
@@ -232,3 +234,24 @@ def test_what_may_move_the_largest_logit_is_told_by_row():
     moves = [{"logit_bias": {3: 2.0}}, {"min_tokens": 8}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.2}]
     arrays = arrays_of([*stays, *(make_row(temperature=0.0, **option) for option in moves)])
     assert may_move_the_maximum(arrays, positions, VOCAB).tolist() == [False] * 2 + [True] * 4
+
+
+def test_rows_that_only_draw_do_so_without_branches_as_with_them():
+    rng = np.random.default_rng(5)
+    logits = (4 * rng.normal(size=(ROWS, VOCAB))).astype(np.float32)
+    logits[:, ::7] = 1.5  # ties
+    positions = np.arange(3, 3 + ROWS, dtype=np.int32)
+    params = [SamplingParams(**OPTIONS[i % 3], seed=i) for i in range(ROWS)]
+    params[::8] = [SamplingParams(min_p=0.2, top_p=0.5, seed=1)] * len(params[::8])
+    assert all(one.only_draws for one in params)
+    arrays = arrays_of([SamplingRow(one, 100 + i, 0, 2, (0,)) for i, one in enumerate(params)])
+    expected = SAMPLE(logits, arrays, positions)
+    np.testing.assert_array_equal(jax.jit(truncated)(logits, arrays, positions), expected)
+    of_greedy = [i for i, one in enumerate(params) if one.greedy]
+    np.testing.assert_array_equal(likeliest(logits)[jnp.array(of_greedy)], expected[jnp.array(of_greedy)])
+
+
+@pytest.mark.parametrize("changes", [OPTIONS[3], OPTIONS[5], OPTIONS[6], {"logprobs": 0}, {"frequency_penalty": 0.1}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_that_ask_for_more_are_told(changes, temperature):
+    assert not SamplingParams(**{**changes, "temperature": temperature}).only_draws
