@@ -73,3 +73,32 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"words": 1}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
         run("tokens", TOKENIZER, "--text", tmp_path / "bad.jsonl", "--out", tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; it is at least 1"),
+        (["--batch", "0"], "--batch is 0; it is at least 1"),
+        (["--length", "1"], "--length is 1; it is at least 2"),
+        (["--depths", "0"], "--depths is 0; it is at least 1"),
+        (["--depths", "16"], "--length is 16; it is above --depths, 16"),
+        (["--warmup", "-1"], "--warmup is -1; it is at least 0"),
+        (["--balance", "nan"], "--balance is nan; it is at least 0"),
+        (["--learning-rate", "inf"], "--learning-rate is inf; it is above 0"),
+        (["--held-out", "nowhere.npy"], r"nowhere\.npy: no such token file"),
+        (["--out", "FILE"], "--out is .*, a file; it is a folder"),
+        (["--random"], "--random has no effect: .* has a head"),
+    ],
+)
+def test_bad_input_is_refused_before_weights_are_read_or_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(train, "load_model", None)
+    (tmp_path / "config.json").write_text(json.dumps({**tiny(), "mtp_num_hidden_layers": 1}))
+    np.save(tmp_path / "tokens.npy", np.ones(400, np.uint16))
+    (tmp_path / "FILE").touch()
+    own = [tmp_path / word if word == "FILE" else word for word in words]
+    with pytest.raises(ValueError, match=message):
+        run("mtp", tmp_path, "--data", tmp_path / "tokens.npy", "--out", tmp_path / "out", *TRAINING, *own)
+    assert not (tmp_path / "out").exists()

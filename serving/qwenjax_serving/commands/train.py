@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from qwenjax.checkpoint.load import load_model
+from qwenjax.checkpoint.load import has_mtp_head, load_model
 from qwenjax.checkpoint.resolve import resolve
 from qwenjax.checkpoint.save import save_pretrained
 from qwenjax.checkpoint.stored import parse_quantization
@@ -25,7 +26,7 @@ from qwenjax.train.memory import head_training_bytes
 from qwenjax.train.plot import plot_run
 from qwenjax.train.runs import add_head, cast_model, train_base, train_head
 from qwenjax.train.step import DivergedError, OptimizerSettings
-from qwenjax.train.tokens import TokenFiles, write_tokens
+from qwenjax.train.tokens import TokenFiles, held_out_windows, write_tokens
 from qwenjax.train.warm_start import warm_head
 
 _SEPARATOR = "<|endoftext|>"
@@ -39,14 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument(
         "--text", nargs="+", type=Path, required=True, metavar="FILE", help=".txt, or .jsonl with 'text'"
     )
-    tokens.add_argument("--out", type=Path, required=True, metavar="FILE.npy")
+    tokens.add_argument("--out", type=Path, required=True, metavar="FILE.npy", help="the token file to write")
     base = parts.add_parser("base", help="train a small model from scratch")
     base.add_argument("model", metavar="CONFIG", help="a config.json, or a folder with one")
     _add_training(base, steps=6000, learning_rate=3e-3, batch=16, length=2048)
     head = parts.add_parser("mtp", help="train the multi-token-prediction head of a model")
     head.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a Hugging Face repo id")
     head.add_argument("--depths", type=int, default=3, help="drafts in a row to train for (default %(default)s)")
-    head.add_argument("--random", action="store_true", help="begin at random, not as a copy of the last layer")
+    head.add_argument(
+        "--random", action="store_true", help="begin a new head at random, not as a copy of the last layer"
+    )
     head.add_argument("--memory", action="store_true", help="print what training takes on each rank, and stop")
     _add_training(head, steps=2000, learning_rate=1e-3, batch=32, length=1024)
 
@@ -60,15 +63,15 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, learning_rate: fl
     add("--batch", type=int, default=batch, help="windows a step (default %(default)s)")
     add("--length", type=int, default=length, help="tokens a window (default %(default)s)")
     add("--learning-rate", type=float, default=learning_rate, help="at its peak (default %(default)s)")
-    add("--warmup", type=int, default=100, metavar="STEPS", help="default %(default)s")
+    add("--warmup", type=int, default=100, metavar="STEPS", help="at most half of the steps (default %(default)s)")
     add("--weight-decay", type=float, default=0.1, help="default %(default)s")
     add("--balance", type=float, default=0.01, help="weight of the routers' balance loss (default %(default)s)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of what is drawn at random (default %(default)s)")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the activations (default %(default)s)")
     add("--checkpoint-every", type=int, default=500, metavar="STEPS", help="default %(default)s; 0: only at the end")
     add("--evaluate-every", type=int, default=500, metavar="STEPS", help="default %(default)s; 0: only at the end")
-    add("--data-parallel", type=int, default=1, metavar="N", help="ranks that share the batch")
-    add("--model-parallel", type=int, default=1, metavar="N", help="ranks that share each layer")
+    add("--data-parallel", type=int, default=1, metavar="N", help="ranks that share the batch (default %(default)s)")
+    add("--model-parallel", type=int, default=1, metavar="N", help="ranks that share each layer (default %(default)s)")
     add("--no-progress", dest="progress", action="store_false", help="no progress bars")
 
 
@@ -112,7 +115,8 @@ def _base(arguments: argparse.Namespace) -> int:
         raise ValueError(f"CONFIG is {path}; a file is called config.json")
     folder = path.parent if path.is_file() else path
     config = ModelConfig.from_folder(folder)
-    _check(arguments)
+    _check_numbers(arguments)
+    _check_files(arguments, config, arguments.length + 1)
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     data = TokenFiles(arguments.data, arguments.length + 1, arguments.batch, arguments.seed, config.vocab_size)
     losses = LossSettings(balance=arguments.balance, dtype=arguments.dtype)
@@ -131,19 +135,22 @@ def _base(arguments: argparse.Namespace) -> int:
 
 
 def _head(arguments: argparse.Namespace) -> int:
+    _check_numbers(arguments)
     folder = resolve(arguments.model)
+    config = ModelConfig.from_folder(folder)
     mesh = make_mesh(arguments.data_parallel, arguments.model_parallel)
     if arguments.memory:
-        config = replace(ModelConfig.from_folder(folder), mtp_num_hidden_layers=1)
-        parts = head_training_bytes(config, mesh, arguments.batch, arguments.length, arguments.depths)
+        with_head = replace(config, mtp_num_hidden_layers=1)
+        parts = head_training_bytes(with_head, mesh, arguments.batch, arguments.length, arguments.depths)
         for name, size in parts.items():
             print(f"{name:12} {size / 1e9:9.2f} GB")
         return 0
-    _check(arguments)
-    config = ModelConfig.from_folder(folder)
+    _check_files(arguments, config, arguments.length)
     data = TokenFiles(arguments.data, arguments.length, arguments.batch, arguments.seed, config.vocab_size)
     if parse_quantization(folder, config.quantization)[0] == "mxfp8":
         raise ValueError(f"{folder}: its weights are MXFP8; train the head on the checkpoint that they were made from")
+    if arguments.random and has_mtp_head(folder, config):
+        raise ValueError(f"--random has no effect: {folder} has a head, which training goes on with")
     model = load_model(folder, mesh, progress=arguments.progress)
     if not model.config.mtp_num_hidden_layers:
         batches = min(-(-_WARM_TOKENS // (arguments.batch * arguments.length)), data.steps_per_epoch)
@@ -163,12 +170,32 @@ def _head(arguments: argparse.Namespace) -> int:
     return _write(arguments, trained, folder)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises ValueError, naming the option and its limit."""
+    least = {"steps": 1, "batch": 1, "length": 2, "depths": 1, "warmup": 0, "seed": 0}
+    least |= {"checkpoint_every": 0, "evaluate_every": 0, "weight_decay": 0, "balance": 0}
+    for name, limit in least.items():
+        value = getattr(arguments, name, limit)  # depths are of heads alone
+        if not limit <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it is at least {limit}")
+    if arguments.length <= (depths := getattr(arguments, "depths", 0)):
+        raise ValueError(f"--length is {arguments.length}; it is above --depths, {depths}, or no draft can be scored")
+    if not 0 < arguments.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate is {arguments.learning_rate}; it is above 0")
+
+
+def _check_files(arguments: argparse.Namespace, config: ModelConfig, length: int) -> None:
+    """Raises ValueError for what is missing or in the way, before weights are read and --out is made. length: tokens of
+    a window, with those that are only predicted."""
     for name in ("data", "out"):
         if not getattr(arguments, name):
             raise ValueError(f"--{name} is missing")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"--out is {arguments.out}, a file; it is a folder")
     if (arguments.out / "model").exists():
         raise ValueError(f"{arguments.out / 'model'}: is there already; give another --out")
+    if arguments.held_out:
+        held_out_windows(arguments.held_out, length, config.vocab_size)
 
 
 def _optimizer(arguments: argparse.Namespace) -> OptimizerSettings:
