@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
 
-from qwenjax.checkpoint.safetensors import TensorInfo
+from qwenjax.checkpoint import mapping
+from qwenjax.checkpoint.mapping import MTP_PREFIX
+from qwenjax.checkpoint.safetensors import CheckpointError, TensorInfo
 from qwenjax.checkpoint.stored import FP8
+from qwenjax.config import MODEL_TYPE, ModelConfig
 from qwenjax.convert.source import ConvertError, Source
 from qwenjax.quant.names import KINDS, fused_group, is_fused, kind_of, module_of, natural
 from qwenjax_ffi.weights import MX_BLOCK
@@ -99,6 +102,21 @@ def make_plan(
     if len(twice) != len(parts):
         raise ConvertError(f"{source.folder}: holds experts both fused and one by one")
     return Plan(_pack(parts, shard_bytes), _ignored(parts))
+
+
+def check_model(source: Source, plan: Plan, must_be_ours: bool) -> None:
+    """Raises ConfigError or CheckpointError where the result would be a model of ours and could not be loaded, or is
+    none and has to be: a large conversion takes hours."""
+    if source.config.get("model_type") != MODEL_TYPE and not must_be_ours:
+        return
+    config = ModelConfig.from_folder(source.folder)
+    tensors = {part.name: TensorInfo(part.dtype, part.shape) for part in plan.parts}
+    if any(name.startswith(MTP_PREFIX) for name in tensors):
+        config = replace(config, mtp_num_hidden_layers=1)
+    try:
+        mapping.plan(config, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.folder}: {error}") from None
 
 
 def _parts(source: Source, name: str) -> list[Part]:

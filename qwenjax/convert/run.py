@@ -18,7 +18,7 @@ from qwenjax.convert.encode import Error
 from qwenjax.convert.modelopt import config_files
 from qwenjax.convert.orbax import write_orbax
 from qwenjax.convert.pieces import Piece, pieces_of, process
-from qwenjax.convert.plan import SHARD_BYTES, Plan, Shard, make_plan
+from qwenjax.convert.plan import SHARD_BYTES, Plan, Shard, check_model, make_plan
 from qwenjax.convert.report import make_report
 from qwenjax.convert.source import ConvertError, Source, open_source
 
@@ -63,6 +63,7 @@ def convert(
     options = {"format": format, "only": only, "exclude": sorted(exclude)}
     source = open_source(resolve(src if isinstance(src, str) else Path(src)))
     plan = make_plan(source, only, exclude, shard_bytes)
+    check_model(source, plan, must_be_ours=output == "orbax")
     of_output = {} if output == "safetensors" else {"output": output}
     identity = fingerprint(source, {**options, **of_output, "shard_bytes": shard_bytes, "version": VERSION})
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 64, 96, 4, 2
-CONFIG = {"model_type": "qwen3_moe", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
+# Not of a model that we serve: of those a conversion checks that all tensors are there.
+CONFIG = {"model_type": "some_of_one", "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
 EXTRAS = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 20}'}
 
 

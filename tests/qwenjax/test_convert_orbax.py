@@ -13,6 +13,7 @@ import pytest
 import qwenjax.checkpoint.orbax
 from qwenjax.checkpoint.load import load_model
 from qwenjax.checkpoint.safetensors import CheckpointError
+from qwenjax.config import ConfigError
 from qwenjax.convert import ConvertError, convert
 from qwenjax.mesh import make_mesh
 from qwenjax.tokenizer import Tokenizer
@@ -105,3 +106,17 @@ def test_a_source_that_is_no_whole_model_is_refused_by_what_it_lacks(tmp_path: P
     source = write_checkpoint(tmp_path / "src", RAW, tensors)
     with pytest.raises(CheckpointError, match=r"not in the files: model\.layers\.1\.self_attn\.o_proj\.weight"):
         convert(source, tmp_path / "dst", output="orbax")
+
+
+@pytest.mark.parametrize("output", ["safetensors", "orbax"])
+def test_a_source_that_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path: Path, output: str) -> None:
+    tensors = random_tensors(RAW)
+    lost = next(name for name in tensors if name.endswith("up_proj.weight"))
+    write_checkpoint(tmp_path / "less", RAW, {name: value for name, value in tensors.items() if name != lost})
+    with pytest.raises(CheckpointError, match=f"less: 1 tensors of the model are not in the files: {lost}"):
+        convert(tmp_path / "less", tmp_path / "dst", output=output)
+    write_checkpoint(tmp_path / "other", {**RAW, "model_type": "llama"}, tensors)
+    if output == "orbax":  # as safetensors it is a checkpoint for other engines
+        with pytest.raises(ConfigError, match="model_type is 'llama'"):
+            convert(tmp_path / "other", tmp_path / "dst", output=output)
+    assert not (tmp_path / "dst").exists()
