@@ -79,13 +79,17 @@ class Tokenizer:
         special_tokens = {name: _content(config[name]) for name in _NAMED_SPECIAL_TOKENS if config.get(name)}
         eos_token_id = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = _eos_ids(folder) or ([] if eos_token_id is None else [eos_token_id])
-        return cls(
-            backend,
-            eos_ids=eos_ids,
-            special_tokens=special_tokens,
-            extra_special_tokens=_extra_special_tokens(config),
-            chat_templates=_chat_templates(folder, config),
-        )
+        templates = _chat_templates(folder, config)
+        try:
+            return cls(
+                backend,
+                eos_ids=eos_ids,
+                special_tokens=special_tokens,
+                extra_special_tokens=_extra_special_tokens(config),
+                chat_templates=templates,
+            )
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`. Special tokens written out in it become their ids.

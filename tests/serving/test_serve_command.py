@@ -273,6 +273,15 @@ def test_a_stream_beyond_the_grace_is_cut_and_the_status_is_0() -> None:
         process.communicate()
 
 
+def test_an_empty_key_of_the_environment_is_not_taken_for_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("qwenjax_serving.commands.serve.build_engine", None)
+    monkeypatch.setenv("QWENJAX_API_KEY", "")
+    assert cli.main(["serve", str(folder), "--colocated", "--port", "0"]) == 2
+    assert "QWENJAX_API_KEY is empty" in capsys.readouterr().err
+
+
 def test_a_server_whose_backend_has_failed_ends() -> None:
     parser = argparse.ArgumentParser()
     serve.add_http_arguments(parser)
@@ -306,7 +315,7 @@ def test_a_failed_backend_is_one_line_and_status_1(
         (["--grace", "-1"], "--grace is -1"),
         (["--port", "65536"], "--port is 65536"),
         (["--max-body-mib", "0"], "--max-body-mib is 0"),
-        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", ""], "QWENJAX_API_KEY is empty"),
         (["--host", "127.0.0.1", "--port", "TAKEN"], "Address already in use"),
     ],
 )

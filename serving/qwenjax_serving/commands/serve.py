@@ -119,11 +119,11 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 def fill_http_arguments(arguments: argparse.Namespace) -> None:
     """The defaults of add_http_arguments' options, where they were not given. Raises ValueError, naming the option and
     its limit, for those that were."""
-    if arguments.api_key == "":
-        raise ValueError("--api-key is empty; leave it out for none")
-    for name, value in {**_HTTP_DEFAULTS, "api_key": os.environ.get("QWENJAX_API_KEY") or None}.items():
+    for name, value in {**_HTTP_DEFAULTS, "api_key": os.environ.get("QWENJAX_API_KEY")}.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    if arguments.api_key == "":  # a variable that was to hold a secret and does not is no word for none
+        raise ValueError("--api-key or QWENJAX_API_KEY is empty; leave it out for none")
     for name, least in (("max_queue", 0), ("max_concurrent_requests", 1), ("grace", 0)):
         if getattr(arguments, name) < least:
             option = "--" + name.replace("_", "-")
