@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from qwenjax import LLM, RequestOutput, SamplingParams
-from qwenjax_serving.backend import BackendError
+from qwenjax_serving.backend import BackendError, Overloaded
 from qwenjax_serving.metrics import EngineCollector
 from qwenjax_serving.protocol.messages import VERSION, Admit, Grown, Handover, Ping, Prefilled, Taken, ToRouter
 from qwenjax_serving.protocol.sockets import WorkerSocket
@@ -155,10 +155,10 @@ def test_a_decode_worker_that_is_told_to_end_finishes_its_streams_and_others_tak
     bring_back(two_of_each, *told)
 
 
-def test_without_prefill_workers_outputs_end_with_an_error(two_of_each: Cluster) -> None:
+def test_without_prefill_workers_outputs_are_to_come_back_later(two_of_each: Cluster) -> None:
     kill(two_of_each, "prefill-0")
     kill(two_of_each, "prefill-1")
-    with pytest.raises(BackendError, match="there is no prefill worker"):
+    with pytest.raises(Overloaded, match="there is no prefill worker"):
         two_of_each.run(two_of_each.generate("a", random_ids(20), greedy(5)), timeout=20)
     bring_back(two_of_each, "prefill-0", "prefill-1")
 
