@@ -12,7 +12,7 @@ from qwenjax_serving import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    path for pattern in ("*.md", "*/*.md", "configs/*/*.md", "bench/results/*.md") for path in ROOT.glob(pattern)
+    path for pattern in ("*.md", "[!.]*/*.md", "configs/*/*.md", "bench/results/*.md") for path in ROOT.glob(pattern)
 )
 
 

@@ -7,8 +7,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
+
+from qwenjax_serving.version import installed_version
 
 # Modules are imported when their command is run or asked for help: `qwenjax --help` does not wait for JAX.
 _COMMANDS = {
@@ -77,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: list[str], chosen: str | None) -> argparse.Namespace:
     parser = _Parser(prog="qwenjax", description="Serving Qwen3 mixture-of-experts models in JAX.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('qwenjax')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")

@@ -211,7 +211,7 @@ def leave_while_a_read_hangs(made: Cluster, url: str, monkeypatch: pytest.Monkey
         try:
             connection.request("POST", "/v1/completions", json.dumps(body))
             assert offered.wait(30)
-            made.wait_until(lambda: bool(holders()), 2)
+            made.wait_until(lambda: bool(holders()), 10)
             [decode] = holders()
             before = decode.status
             connection.close()
@@ -220,7 +220,7 @@ def leave_while_a_read_hangs(made: Cluster, url: str, monkeypatch: pytest.Monkey
                 stats = status_of(decode).stats
                 return decode.status is not before and set(stats.free_pages) == {stats.num_pages}
 
-            made.wait_until(free, 1.0 + 0.5)  # a second, and what passes until the next status
+            made.wait_until(free, 4)  # a second on a machine that is not busy; a read may hang for 10
             held = status_of(decode)
             assert (held.held, held.stats.num_running) == (1, 0)
             assert held.staging_free < decode.hello.staging.num_slots  # the read may still write there
@@ -230,13 +230,13 @@ def leave_while_a_read_hangs(made: Cluster, url: str, monkeypatch: pytest.Monkey
         made.wait_until_idle(15)  # beyond the `transfer_timeout` of the read
 
 
-def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_within_a_second_and_its_slots_once_that_is_over(
+def test_pages_of_a_client_that_leaves_while_a_read_hangs_are_free_before_that_ends_and_its_slots_after(
     one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_while_a_read_hangs(one_of_each, url, monkeypatch)
 
 
-def test_pages_that_a_stopped_decode_worker_may_read_stay_while_the_cache_s_are_free_within_a_second(
+def test_pages_that_a_stopped_decode_worker_may_read_stay_while_the_cache_s_are_free(
     one_of_each: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped when pages are offered to it; then the client leaves, and after that it goes on."""
@@ -258,9 +258,9 @@ def test_pages_that_a_stopped_decode_worker_may_read_stay_while_the_cache_s_are_
         connection.request("POST", "/v1/completions", json.dumps(body))
         assert offered.wait(30)
         connection.close()
-        one_of_each.wait_until(lambda: not router.num_running, 1)
+        one_of_each.wait_until(lambda: not router.num_running, 10)
         before, slots = prefill.status, prefill.hello.staging.num_slots
-        one_of_each.wait_until(lambda: prefill.status is not before, 2)
+        one_of_each.wait_until(lambda: prefill.status is not before, 10)
         found = status_of(prefill)
         assert (found.stats.num_running, set(found.stats.free_pages)) == (0, {found.stats.num_pages})
         assert (found.held, found.staging_free < slots) == (1, True)

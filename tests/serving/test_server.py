@@ -146,7 +146,7 @@ def test_beyond_the_limit_of_connections_clients_are_told_to_come_back(monkeypat
                 return urllib.request.urlopen(f"{url}/v1/models", timeout=5).status == 200
             return False
 
-        assert wait_until(served, 1)
+        assert wait_until(served, 10)
         for connection in held:
             connection.close()
 

@@ -304,10 +304,11 @@ def test_a_worker_that_is_told_to_end_waits_for_what_runs_for_its_grace_and_no_l
         worker, clock = bare(DecodeWorker, PlayedEngine(), PlayedSocket()), asyncio.get_running_loop().time
         await worker.handle(Reserve(7, WORK))
         begun = clock()
+        grace = 0.3 if told == 1 else 60
         for _ in range(told):
-            worker.leave(0.3)
+            worker.leave(grace)
         await worker._beat()
-        assert (clock() - begun > 0.25) == (told == 1)
+        assert (clock() - begun > 0.25) if told == 1 else (clock() - begun < 15)
         assert worker.num_held == 1
 
     asyncio.run(asyncio.wait_for(test(), 20))

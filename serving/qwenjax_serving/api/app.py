@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -38,6 +37,7 @@ from qwenjax_serving.api.responses import encode
 from qwenjax_serving.api.sampling import chat_params, check_context, completion_params, fill_context, prompt_alone
 from qwenjax_serving.backend import Backend, BackendError, Overloaded
 from qwenjax_serving.metrics import RequestMetrics, make_registry
+from qwenjax_serving.version import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Endpoints:
         return _json({"status": "ok"})
 
     async def version(self, http: Request) -> Response:
-        return _json({"version": _version()})
+        return _json({"version": installed_version()})
 
     def _card(self, name: str) -> dict[str, Any]:
         model = self._backend.model
@@ -309,10 +309,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return _response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-
-def _version() -> str:
-    try:
-        return version("qwenjax")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

@@ -75,14 +75,18 @@ async def serve(
 
     async def watch() -> None:
         if until is not None:
-            await until
-            server.should_exit = True
+            try:
+                await until
+            finally:
+                server.should_exit = True
 
     watching = asyncio.create_task(watch())
     try:
         await server.serve(sockets=[bound])
     finally:
         watching.cancel()
+    if watching.done() and not watching.cancelled():
+        watching.result()  # what it raised
 
 
 class _Server(uvicorn.Server):

@@ -145,7 +145,7 @@ class Prefill(Message, frozen=True):
 class Offer(Message, frozen=True):
     """Pages that a prefill worker has staged, and the order to a decode worker to read them.
 
-    part: Count
+    part: number of the offer, from 0. Tokens [start, stop) of planes [first_plane, end_plane) lie in `slots` of the
     source's staging, of which the first holds positions from `first` on. source: the prefill worker's instance.
     """
 
