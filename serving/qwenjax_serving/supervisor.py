@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds before a worker that ended is started again
 _STDERR = 2  # standard output is the router's own: a line that says where it serves
+_LOOK = 0.5  # seconds between two looks at a worker
 _STOP = 10.0  # seconds that workers have to end by themselves
 _GONE = 30.0  # seconds without the router, after which a worker that had joined it is started again
 
@@ -67,7 +68,7 @@ class Supervisor:
             processes = self.processes[plan.name] = await self._start(plan)
             ended = [asyncio.create_task(process.wait()) for process in processes]
             while not any(one.done() for one in ended):
-                await asyncio.wait(ended, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ended, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
                 if any(one.done() for one in ended):
                     break
                 if all(map(joined, plan.names)):
@@ -83,6 +84,9 @@ class Supervisor:
                 raise ChildProcessError(f"worker {plan.name} ended with status {status} before it was ready")
             logger.error("worker %s ended with status %s; it starts again in %.0f s", plan.name, status, pause)
             await asyncio.sleep(pause)
+            # Else what the router still knows would count as the new one, which would then be lost while it loads.
+            while any(map(joined, plan.names)) and not self._stopping:
+                await asyncio.sleep(_LOOK)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _start(self, plan: WorkerPlan) -> list[asyncio.subprocess.Process]:

@@ -23,7 +23,8 @@ PLANS = (
 def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE", 0.05)
+    for name in "_FIRST_PAUSE", "_LOOK":
+        monkeypatch.setattr(supervisor_module, name, 0.05)
     names = COORDINATOR_VARIABLE, LOCAL_DEVICES_VARIABLE, "JAX_NUM_CPU_DEVICES"
     program = (
         "import os, sys, time\n"
@@ -41,7 +42,8 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
     async def test() -> None:
         supervisor = Supervisor("model", Path("file"), Deployment(PLANS), "address", b"secret")
         supervisor._command = [sys.executable, "-c", program]
-        running = asyncio.create_task(supervisor.run(lambda name: True))
+        known = {"prefill-0", "decode-0"}
+        running = asyncio.create_task(supervisor.run(lambda name: name in known))
         try:
 
             async def pids() -> dict[str, list[int]]:
@@ -62,8 +64,9 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
             assert [each[5:] for each in told] == [["0,1", "2"], ["2,3", "2"]]
             assert of(first["decode-0"][0])[4:] == ["", "", "1"]
 
-            await asyncio.sleep(0.6)  # until it has seen that they joined
+            await asyncio.sleep(0.3)  # until it has seen that they joined
             os.kill(first["prefill-0"][1], 9)
+            known.remove("prefill-0")
             second = first
             while len(second["prefill-0"]) < 2 or set(second["prefill-0"]) & set(first["prefill-0"]):
                 second = await pids()
@@ -75,28 +78,63 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
     asyncio.run(asyncio.wait_for(test(), 40))
 
 
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+
+
+def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"_GONE": 0.2, "_FIRST_PAUSE": 0.05, "_LOOK": 0.05, "_STOP": 0.1}.items():
+        monkeypatch.setattr(supervisor_module, name, seconds)
+
+
 def test_a_worker_that_the_router_has_lost_is_started_again_and_one_that_has_not_joined_yet_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, seconds in {"_GONE": 0.2, "_FIRST_PAUSE": 0.05, "_STOP": 0.1}.items():
-        monkeypatch.setattr(supervisor_module, name, seconds)
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    set_times(monkeypatch)
 
     async def test() -> None:
         supervisor = Supervisor("model", Path("file"), Deployment(PLANS[1:]), "address", b"secret")
-        supervisor._command = [sys.executable, "-c", program]
+        supervisor._command = [sys.executable, "-c", STUBBORN]
         known = False
         running = asyncio.create_task(supervisor.run(lambda name: known))
         try:
-            await asyncio.sleep(1.5)  # three looks
+            await asyncio.sleep(1.0)  # more than _GONE
             (first,) = supervisor.processes["decode-0"]
             assert first.returncode is None
             known = True
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(0.2)
             known = False
             while supervisor.processes["decode-0"] == [first]:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.02)
             assert first.returncode == -9
+        finally:
+            await supervisor.stop()
+            running.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_a_worker_whose_process_was_killed_starts_once_the_router_has_lost_it_and_may_then_load_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_times(monkeypatch)
+
+    async def test() -> None:
+        supervisor = Supervisor("model", Path("file"), Deployment(PLANS[1:]), "address", b"secret")
+        supervisor._command = [sys.executable, "-c", STUBBORN]
+        known = True
+        running = asyncio.create_task(supervisor.run(lambda name: known))
+        try:
+            await asyncio.sleep(0.3)
+            (first,) = supervisor.processes["decode-0"]
+            first.kill()
+            await asyncio.sleep(0.3)  # the router waits for `worker_timeout` before it gives a silent worker up
+            assert supervisor.processes["decode-0"] == [first]
+            known = False
+            while (found := supervisor.processes["decode-0"]) == [first]:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)  # more than _GONE
+            assert supervisor.processes["decode-0"] == found
+            assert found[0].returncode is None
         finally:
             await supervisor.stop()
             running.cancel()
