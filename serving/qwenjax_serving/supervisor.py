@@ -26,7 +26,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds before a worker that ended i
 _STDERR = 2  # standard output is the router's own: a line that says where it serves
 _LOOK = 0.5  # seconds between two looks at a worker
 _STOP = 10.0  # seconds that workers have to end by themselves
-_GONE = 30.0  # seconds without the router, after which a worker that had joined it is started again
+# Seconds beyond `transfer_timeout` without the router, after which a worker that had joined it is started again: one
+# that joins anew first waits for its reads, of several processes 40 s beyond their deadline.
+_GONE = 60.0
 
 
 class Supervisor:
@@ -63,6 +65,7 @@ class Supervisor:
 
     async def _keep(self, plan: WorkerPlan, joined: Callable[[str], bool]) -> None:
         pause, ever_joined, now = _FIRST_PAUSE, False, asyncio.get_running_loop().time
+        gone = self._deployment.settings.transfer_timeout + _GONE
         while not self._stopping:
             seen: float | None = None  # when this process was last known to the router
             processes = self.processes[plan.name] = await self._start(plan)
@@ -73,8 +76,8 @@ class Supervisor:
                     break
                 if all(map(joined, plan.names)):
                     pause, ever_joined, seen = _FIRST_PAUSE, True, now()
-                elif seen is not None and now() - seen > _GONE:
-                    logger.error("worker %s has been lost to the router for %.0f s: it is ended", plan.name, _GONE)
+                elif seen is not None and now() - seen > gone:
+                    logger.error("worker %s has been lost to the router for %g s: it is ended", plan.name, gone)
                     await _end(processes)
             if self._stopping:
                 return

@@ -11,6 +11,7 @@ import pytest
 
 from qwenjax_serving import supervisor as supervisor_module
 from qwenjax_serving.deployment import Deployment, WorkerPlan
+from qwenjax_serving.router.router import RouterSettings
 from qwenjax_serving.supervisor import Supervisor
 from qwenjax_serving.workers.process import COORDINATOR_VARIABLE, LOCAL_DEVICES_VARIABLE
 
@@ -78,26 +79,27 @@ def test_when_a_process_of_a_worker_ends_all_of_that_worker_and_no_others_start_
     asyncio.run(asyncio.wait_for(test(), 40))
 
 
+DECODE_ALONE = Deployment(PLANS[1:], settings=RouterSettings(transfer_timeout=0.125))
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
 
 def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_GONE": 0.2, "_FIRST_PAUSE": 0.05, "_LOOK": 0.05, "_STOP": 0.1}.items():
+    for name, seconds in {"_GONE": 0.1, "_FIRST_PAUSE": 0.05, "_LOOK": 0.05, "_STOP": 0.1}.items():
         monkeypatch.setattr(supervisor_module, name, seconds)
 
 
 def test_a_worker_that_the_router_has_lost_is_started_again_and_one_that_has_not_joined_yet_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_times(monkeypatch)
 
     async def test() -> None:
-        supervisor = Supervisor("model", Path("file"), Deployment(PLANS[1:]), "address", b"secret")
+        supervisor = Supervisor("model", Path("file"), DECODE_ALONE, "address", b"secret")
         supervisor._command = [sys.executable, "-c", STUBBORN]
         known = False
         running = asyncio.create_task(supervisor.run(lambda name: known))
         try:
-            await asyncio.sleep(1.0)  # more than _GONE
+            await asyncio.sleep(1.0)  # more than 0.225
             (first,) = supervisor.processes["decode-0"]
             assert first.returncode is None
             known = True
@@ -106,6 +108,7 @@ def test_a_worker_that_the_router_has_lost_is_started_again_and_one_that_has_not
             while supervisor.processes["decode-0"] == [first]:
                 await asyncio.sleep(0.02)
             assert first.returncode == -9
+            assert "decode-0 has been lost to the router for 0.225 s: it is ended" in caplog.text
         finally:
             await supervisor.stop()
             running.cancel()
@@ -119,7 +122,7 @@ def test_a_worker_whose_process_was_killed_starts_once_the_router_has_lost_it_an
     set_times(monkeypatch)
 
     async def test() -> None:
-        supervisor = Supervisor("model", Path("file"), Deployment(PLANS[1:]), "address", b"secret")
+        supervisor = Supervisor("model", Path("file"), DECODE_ALONE, "address", b"secret")
         supervisor._command = [sys.executable, "-c", STUBBORN]
         known = True
         running = asyncio.create_task(supervisor.run(lambda name: known))
@@ -132,7 +135,7 @@ def test_a_worker_whose_process_was_killed_starts_once_the_router_has_lost_it_an
             known = False
             while (found := supervisor.processes["decode-0"]) == [first]:
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(0.5)  # more than _GONE
+            await asyncio.sleep(0.5)  # more than 0.225
             assert supervisor.processes["decode-0"] == found
             assert found[0].returncode is None
         finally:
