@@ -121,8 +121,11 @@ def test_a_read_beyond_its_deadline_stops_and_its_error_comes_when_nothing_is_co
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
-def test_a_copy_that_does_not_end_fails_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker ends then, and the memory is not given back."""
+@pytest.mark.parametrize("reader_closes", [False, True])
+def test_a_copy_that_does_not_end_fails_the_transports_of_both_its_ends(
+    monkeypatch: pytest.MonkeyPatch, reader_closes: bool
+) -> None:
+    """Their workers end then, and the memory is not given back."""
     monkeypatch.setattr(local_transport, "_SETTLE", 0.05)
 
     async def test() -> None:
@@ -132,6 +135,9 @@ def test_a_copy_that_does_not_end_fails_the_transport(monkeypatch: pytest.Monkey
         assert "does not end, 0.05 s after it was stopped" in str(here.failure)
         with pytest.raises(TransferError, match="the transport failed"):
             await here.read(await here.connect(there.metadata), np.zeros((0, 5), np.uint64), timeout=5)
+        if reader_closes:
+            await here.aclose()
+            assert there.names_of([here.metadata]) == []
         await there.aclose()
         assert there.failure is not None  # its memory is read from
         held.goes_on.set()

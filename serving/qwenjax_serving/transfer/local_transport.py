@@ -41,20 +41,22 @@ class LocalTransport:
         self.metadata = f"process-local:{name}".encode()
         self.failure: Exception | None = None  # as NixlTransport's
         self._reads: set[_Read] = set()
+        self._closed = False
 
     async def start(self, buffer: StagingBuffer) -> None:
         self._buffer = buffer
         self._peers[self.metadata.decode()] = self
 
     async def connect(self, metadata: bytes) -> str:
-        if metadata.decode() not in self._peers:
+        if not self.names_of([metadata]):
             raise TransferError(
                 f"{self.name} reads within its process alone, and the source is in another or has closed"
             )
         return metadata.decode()
 
     def names_of(self, metadata: Collection[bytes]) -> list[str]:
-        return [each.decode() for each in metadata if each.decode() in self._peers]
+        names = [each.decode() for each in metadata]
+        return [name for name in names if name in self._peers and not self._peers[name]._closed]
 
     async def disconnect(self, peer: str) -> None:
         """Stops what is being read from a peer, which then ends with errors."""
@@ -116,10 +118,11 @@ class LocalTransport:
 
     async def aclose(self) -> None:
         """Lets nobody begin to read from it, and stops what it reads and what is being read from it."""
-        own = self.metadata.decode()
-        self._peers.pop(own, None)
+        self._closed, own = True, self.metadata.decode()
         others = [read for other in self._peers.values() for read in other._reads if read.peer == own]
         await self._settle([*self._reads, *others])
+        if self.failure is None:  # else a source that closes later is still to see who copies from it
+            self._peers.pop(own, None)
 
 
 def _pieces(ranges: np.ndarray) -> Iterator[np.ndarray]:
