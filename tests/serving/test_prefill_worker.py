@@ -14,6 +14,7 @@ from qwenjax.engine.prefill_engine import PrefillEngine
 from qwenjax.kv_transfer import Pages, plan_transfer
 from qwenjax_serving.protocol.messages import (
     Failed,
+    Halt,
     Hello,
     Message,
     MessageError,
@@ -21,6 +22,7 @@ from qwenjax_serving.protocol.messages import (
     Ping,
     Prefill,
     Prefilled,
+    Release,
     Status,
     ToWorker,
     Welcome,
@@ -142,6 +144,10 @@ def test_pages_are_read_before_the_last_group_of_layers_has_run(
         while isinstance(said := await router.said.get(), Offer):
             pass
         assert said == Failed(9, "too large: ask for fewer prompt_logprobs, or of fewer tokens", refused=True)
+        router.tell.put_nowait(Halt(9))
+        await asyncio.sleep(0.05)
+        assert worker.staging.num_free < worker.staging.layout.num_slots  # the decode worker may be reading
+        router.tell.put_nowait(Release(9))
         while worker.num_held:
             await asyncio.sleep(0.01)
         assert worker.staging.num_free == worker.staging.layout.num_slots

@@ -155,9 +155,8 @@ class PrefillWorker(Worker):
         grown = Growth().of(first, output.speculation)
         try:
             self.send(Prefilled(message.ticket, grown, num_parts, handover, prompt_logprobs, output.num_cached_tokens))
-        except MessageError as error:
+        except MessageError as error:  # its slots may still be read: the router says when they are free
             self.fail(message.ticket, f"{error}: ask for fewer prompt_logprobs, or of fewer tokens", refused=True)
-            self.background(self._drop(request_id))
 
     async def _halt(self, request_id: str) -> None:
         """Runs no more of a prompt; its slots stay as they are."""
