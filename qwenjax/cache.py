@@ -93,7 +93,7 @@ class PagedContext:
         """`attend` from a layer's input to its output projection or, with norm, past it, with the arguments and results
         of `attention_chain_kernel.attend`; None where its kernels cannot run."""
         caches = self.cache.keys, self.cache.values
-        if attention_chain_kernel.unavailable(x, weights, *caches, activation_format) is not None:
+        if attention_chain_kernel.unavailable(x, weights, *caches, activation_format, norm) is not None:
             return None
         keys, values, *found = attention_chain_kernel.attend(
             x, weights, rotary, *caches, self.page_table, self.positions, norm

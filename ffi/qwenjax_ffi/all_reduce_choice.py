@@ -14,7 +14,7 @@ from qwenjax_kernels.heap_layout import HeapLayout
 Algorithm = Literal["one_shot", "two_shot", "multicast"]  # the last is two-shot through the switch (NVLink SHARP)
 
 # Seconds of a call, and bytes each way a second beyond that: fitted to two H200s (bench/results/all_reduce.txt),
-# one-shot from 8 KiB to 2 MiB to 7%, two-shot from 2 to 256 MiB to 6%. NVLink4 is 450 GB/s each way by datasheet.
+# one-shot from 8 KiB to 2 MiB to 8%, two-shot from 2 to 256 MiB to 7%. NVLink4 is 450 GB/s each way by datasheet.
 ONE_SHOT_SECONDS, ONE_SHOT_RATE = 4.1e-6, 315e9
 TWO_SHOT_SECONDS, TWO_SHOT_RATE = 11e-6, 355e9
 

@@ -19,6 +19,10 @@ from qwenjax_ffi.activations import ActivationFormat
 from qwenjax_ffi.grouped_gemm_kernel import Problem
 from qwenjax_ffi.packing import AnyWeight, PackedMXFP8Weight
 
+MAX_STEP_TOKENS = (
+    8  # of a sequence: a step with drafts. The kernels take more; as a chain they were compared with three
+)
+
 
 class AttentionWeights(NamedTuple):
     """A layer's attention, without biases. qkv: of queries, keys and values, [layers, heads * head_dim, hidden] each;
@@ -38,8 +42,11 @@ def unavailable(
     key_cache: jax.Array,
     value_cache: jax.Array,
     activation_format: ActivationFormat = "model",
+    norm: tuple[jax.Array, jax.Array] | None = None,
 ) -> str | None:
-    """Why the chain cannot run with these arguments on this machine; None where it can."""
+    """Why the chain cannot run with these arguments of `attend` on this machine; None where it can."""
+    if x.shape[1] > MAX_STEP_TOKENS:
+        return f"{x.shape[1]} tokens of a sequence; the chain is for decode steps of up to {MAX_STEP_TOKENS}"
     packed = [weight for weight in (*weights.qkv, weights.output) if isinstance(weight, PackedMXFP8Weight)]
     if len(packed) < 4 or any(weight.layout != "fragments" for weight in packed):
         return "a weight is no PackedMXFP8Weight of layout 'fragments'"
@@ -55,6 +62,8 @@ def unavailable(
         or token_kernels.head_norms_unavailable(rows, *weights.norms)
         or attention_kernel.writes_unavailable(k, v, key_cache, value_cache)
         or attention_kernel.unavailable(q, key_cache, value_cache)
+        or (norm and token_kernels.add_rms_norm_unavailable(norm[0], x, norm[1]))
+        or None
     )
 
 

@@ -126,8 +126,14 @@ def unarmed(epochs: jax.Array, ranks: int) -> jax.Array:
 
     epochs: int32 [ranks * words]; returned as it is where no heap is behind it.
     """
-    words = epochs.reshape(ranks, -1)
-    return epochs if words.shape[1] == 1 else words.at[:, RANK_WORD].set(-(1 << 31)).reshape(-1)
+    if epochs.size == ranks:
+        return epochs
+
+    def without_rank(epochs: jax.Array) -> jax.Array:
+        return epochs.reshape(ranks, -1).at[:, RANK_WORD].set(-(1 << 31)).reshape(-1)
+
+    # Of the same sharding, or a jitted function might be compiled once for these and once for others.
+    return jax.jit(without_rank, out_shardings=epochs.sharding)(epochs)
 
 
 def peer_failure(mesh: Mesh) -> PeerError | None:

@@ -278,6 +278,8 @@ def problem_of_experts(epilogue: Epilogue, weight: KernelWeight, rows: int) -> P
 
 def problem_of_one_group(weights: Sequence[PackedMXFP8Weight], rows: int) -> Problem:
     """The problem of `side_by_side` for so many rows, with a bfloat16 result, for a chain of kernels."""
+    for weight in weights:
+        _check_weight("plain", weight)
     widths = tuple(weight.shape[-2] for weight in weights)
     return _problem(True, weights[0].shape[-1], widths, 1, "plain", rows, False, 1, None)
 

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 
-# A step with one draft costs 1.13 to 1.24 of one without on an H200 (bench/results/engine-h200.md). On a CPU one draft
-# makes 0.57 to 0.83 times the tokens a second of none (bench/results/speculative-cpu.txt).
+# A step with one draft cost 1.13 to 1.24 of one without on an H200, before a layer was two calls (bench/results/
+# engine-h200.md). On a CPU one draft makes 0.57 to 0.83 times the tokens a second of none
+# (bench/results/speculative-cpu.txt).
 _DEFAULT_DRAFTS = {"cpu": 0, "gpu": 1}
 _CPU_CACHE_BYTES = 1 << 30  # a laptop's share for the KV cache; a GPU gives what the weights leave
 _GPU_CACHE_SHARE = 0.85  # of what is free once the weights are there: the rest is for activations

@@ -11,7 +11,8 @@ from typing import Literal
 from qwenjax.sampling_params import SamplingParams
 
 # The largest batch whose steps were timed with a draft (Qwen3-30B-A3B's shapes on an H200, bench/results/
-# engine-h200.md): 1.15 times the step without, which an acceptance above 0.15 repays. Beyond, nothing is known.
+# engine-h200.md): 1.15 times the step without, before a layer was two calls, which an acceptance above 0.15 repays.
+# Beyond, nothing is known.
 MEASURED_SPECULATION_BATCH = 256
 DecodeKind = Literal["decode", "greedy", "truncated"]
 _SHORTEST_CHUNK = 16  # tokens; shorter prompts are padded to it

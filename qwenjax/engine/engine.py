@@ -279,6 +279,8 @@ class Engine:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._compiled.clear()
                 raise
+        # In the same order in every process: what communicates is run in it.
+        self._compiled = {program: self._compiled[program] for program in traced}
         if len(self.model.mesh.local_devices) > 1:
             self._load_kernels()
         if spans_processes(self.model.mesh):

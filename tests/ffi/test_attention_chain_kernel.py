@@ -99,5 +99,6 @@ def test_unavailable_says_why() -> None:
     plain = known._replace(output=jnp.zeros((LAYERS, HIDDEN, Q_HEADS * HEAD_DIM), jnp.bfloat16))
     assert "no PackedMXFP8Weight" in str(unavailable(x, plain, cache, cache))
     assert "the cache is float16" in str(unavailable(x, known, cache.astype(jnp.float16), cache))
+    assert "9 tokens of a sequence" in str(unavailable(jnp.zeros((2, 9, HIDDEN), jnp.bfloat16), known, cache, cache))
     if jax.default_backend() == "cpu":
         assert "the backend is cpu" in str(unavailable(x, known, cache, cache))

@@ -190,6 +190,7 @@ def test_unarmed_epochs_differ_in_the_rank_alone() -> None:
     changed = np.argwhere(after != np.asarray(before).reshape(RANKS, -1))
     assert changed.tolist() == [[rank, RANK_WORD] for rank in range(RANKS)]
     assert (after[:, RANK_WORD] < 0).all()
+    assert collectives.unarmed(before, RANKS).sharding == before.sharding
     none_behind = jnp.zeros(RANKS, jnp.int32)
     assert collectives.unarmed(none_behind, RANKS) is none_behind
 
