@@ -216,8 +216,8 @@ def test_another_protocol_is_refused_and_logged(noise: bytes, caplog: pytest.Log
         host, port = router.address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(noise)
+            await logged(caplog, f"refused a connection at {router.address}: ")
             await ping_pong(router)
-        await logged(caplog, f"refused a connection at {router.address}: ")
 
     run(test)
 
@@ -232,14 +232,43 @@ def test_lines_about_refused_connections_are_few_and_say_how_many_more_there_wer
         host, port = router.address.removeprefix("tcp://").split(":")
         for number in range(5):
             if number == 4:
+                while [count for _, count in router._watch._said.values()] != [3]:
+                    await asyncio.sleep(0.01)
                 monkeypatch.setattr(every, 0)
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 with suppress(ConnectionResetError):
                     await asyncio.to_thread(stranger.recv, 100)  # until it is closed
+        await logged(caplog, "(3 more before)")
         lines = [record.getMessage() for record in caplog.records if "refused" in record.message]
         assert len(lines) == 2
         assert "closed before a handshake" in lines[0]
+
+    run(test)
+
+
+def test_a_worker_that_leaves_is_not_logged_as_refused_though_another_connection_came_before_its_handshake(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted, succeeded, disconnected = zmq.Event.ACCEPTED, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED
+    worker, stranger = 7, 8  # descriptors
+    events = [(accepted, worker), (accepted, stranger), (succeeded, 0), (disconnected, worker)]
+    before = list[str]()
+    events += [(accepted, worker), (disconnected, worker)]  # a descriptor is used again, by who does not get that far
+
+    async def told(_: Any) -> dict[str, Any]:
+        if not events:
+            await asyncio.sleep(60)
+        event, value = events.pop(0)
+        if not events:
+            before.append(caplog.text)
+        return {"event": event, "value": value, "endpoint": b"tcp://here"}
+
+    monkeypatch.setattr("qwenjax_serving.protocol.sockets.recv_monitor_message", told)
+
+    async def test(_: RouterSocket) -> None:
+        await logged(caplog, "refused a connection at tcp://here: closed before a handshake")
+        assert before == [""]
 
     run(test)
 

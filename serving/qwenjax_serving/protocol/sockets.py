@@ -221,7 +221,7 @@ class _Refusals:
     def __init__(self, socket: zmq.Socket[bytes], what: str) -> None:
         """what: the line begins with, before the address."""
         self._what = what
-        self._pending: list[int] = []  # descriptors of connections without a handshake
+        self._pending: set[int] = set()  # descriptors of connections that have surely had no handshake yet
         self._said: dict[str, tuple[float, int]] = {}  # when last, and how often since
         self._task = asyncio.get_running_loop().create_task(self._watch(socket.get_monitor_socket(_EVENTS)))
 
@@ -233,11 +233,11 @@ class _Refusals:
             found: Any = await cast(Any, recv_monitor_message(monitor))
             event, value, endpoint = zmq.Event(found["event"]), found["value"], found["endpoint"].decode()
             if event in (zmq.Event.ACCEPTED, zmq.Event.CONNECTED):
-                self._pending.append(value)
-            elif event is zmq.Event.HANDSHAKE_SUCCEEDED:  # without a descriptor; handshakes take a millisecond
-                del self._pending[-1:]
+                self._pending.add(value)
+            elif event is zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._pending.clear()  # the event has no descriptor: it may be any of them
             elif event in _REFUSED:
-                del self._pending[-1:]
+                self._pending.clear()
                 self._log(endpoint, f"{event.name}; {SECRET_VARIABLE} may not be the same on both sides")
             elif value in self._pending:
                 self._pending.remove(value)
