@@ -314,16 +314,20 @@ def test_a_worker_that_is_told_to_end_waits_for_what_runs_for_its_grace_and_no_l
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
-def test_a_worker_that_is_not_used_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_is_not_used_says_why_once_and_passes_over_what_answers_an_earlier_hello(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         worker = bare(DecodeWorker, PlayedEngine(), PlayedSocket())
         worker._welcome = False
         listening = asyncio.create_task(worker._listen())
+        worker._socket.tell.put_nowait(Unwelcome(0, "dtype is c, and b at p"))
         for reason in ("dtype is a, and b at p", "dtype is a, and b at p", "there is a worker d"):
             worker._socket.tell.put_nowait(Unwelcome(1, reason))
         while "there is a worker d" not in caplog.text:
             await asyncio.sleep(0.01)
         assert caplog.text.count("the router does not use it: dtype is a, and b at p") == 1
+        assert "dtype is c" not in caplog.text
         listening.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 20))

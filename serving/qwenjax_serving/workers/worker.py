@@ -194,9 +194,10 @@ class Worker(ABC):
                     logger.info("worker %s has joined", self.name)
                     self._unwelcome = ""
             elif isinstance(message, Unwelcome):
-                if message.reason != self._unwelcome:  # said every few seconds
+                # Said every few seconds; what answers an earlier Hello may be over.
+                if message.number == self._number and message.reason != self._unwelcome:
                     logger.error("worker %s: the router does not use it: %s", self.name, message.reason)
-                self._unwelcome = message.reason
+                    self._unwelcome = message.reason
             elif not self._welcome:
                 continue  # said to what this worker was before
             elif isinstance(message, Ping):
