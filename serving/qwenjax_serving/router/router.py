@@ -111,7 +111,9 @@ class Router:
         self.workers: dict[bytes, Worker] = {}
         self.waiting: list[Output] = []  # by order
         self._tickets: dict[int, Output] = {}
-        # Of attempts that are over: the prefill worker whose pages the decode worker may still be reading.
+        # Of attempts that are over: the prefill worker whose pages the decode worker may still be reading. Without a
+        # deadline here: reads have one, and a decode worker whose read goes on beyond it ends. One whose engine hangs
+        # keeps those slots for as long as it lives.
         self._read_on: dict[int, tuple[Worker, Worker]] = {}
         self._num_tickets = self._num_outputs = 0
         self._unwelcome: dict[str, str] = {}  # workers that are not used, and why
