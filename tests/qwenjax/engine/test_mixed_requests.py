@@ -178,3 +178,10 @@ def test_500_mixed_requests_equal_their_solo_runs_without_speculation(num_drafts
     solo = engine_of(0, programs_by_kind=True)
     check_equal_to_solo_runs(engine_of(num_drafts), solo, 500)
     check_memory(solo)
+
+
+@pytest.mark.slow
+def test_100_mixed_requests_equal_their_solo_runs_with_speculation() -> None:
+    solo = engine_of(2, programs_by_kind=True)
+    check_equal_to_solo_runs(engine_of(0), solo, 100)
+    check_memory(solo)
