@@ -171,6 +171,9 @@ class IncrementalDetokenizer:
                 break
         # A character that is still open began within the last three bytes; what comes before is the prompt's.
         self._decoder.decode(tail)
+        # CPython keeps half a surrogate pair open, which no byte completes: two U+FFFD of the prompt's own text.
+        if len(self._decoder.getstate()[0].decode(errors="replace")) > 1:
+            self._decoder.reset()
 
     def feed(self, ids: int | Iterable[int]) -> str:
         """The text that one more id, or several, completes; often none."""

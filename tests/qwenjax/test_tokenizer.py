@@ -306,6 +306,11 @@ def test_no_piece_of_whole_text_holds_half_a_character(text, data):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
+def test_half_a_surrogate_pair_at_a_prompts_end_is_the_prompts():
+    detokenizer = IncrementalDetokenizer(TOKENIZER, [BYTE_IDS[0xED], BYTE_IDS[0xA1]], skip_special_tokens=False)
+    assert detokenizer.feed(BYTE_IDS[0x61]) + detokenizer.finish() == "a"
+
+
 BYTE_IDS = {
     data[0]: token_id
     for token_id in range(TOKENIZER.vocab_size)
