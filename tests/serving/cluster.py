@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,3 +172,20 @@ def cluster(folder: Path, config: Path) -> Iterator[Cluster]:
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def clusters_at_once(model: Path, folder: Path, deployments: Mapping[str, str]) -> Iterator[dict[str, Cluster]]:
+    """Clusters of one model by the names of these deployment files' texts, which are written to a folder: all are
+    started before any is waited for, so that they compile at the same time."""
+    found = dict[str, Cluster]()
+    try:
+        for name, text in deployments.items():
+            path = folder / f"{len(found)}.toml"
+            path.write_text(text)
+            found[name] = Cluster(model, path)
+            found[name].start()
+        yield found
+    finally:
+        for made in found.values():
+            made.close()

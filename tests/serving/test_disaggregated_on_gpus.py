@@ -14,7 +14,7 @@ import pytest
 
 from qwenjax import LLM, RequestOutput
 from tests.qwenjax.test_engine_on_gpus import GREEDY, PROMPTS, ROOT, TOLERANCE
-from tests.serving.cluster import Cluster
+from tests.serving.cluster import Cluster, clusters_at_once
 
 pytestmark = pytest.mark.gpu
 
@@ -47,21 +47,11 @@ REPEATED = " ".join(PROMPTS) * 6
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
-    """All at once: they compile at the same time."""
-    found = dict[str, Cluster]()
-    folder = tmp_path_factory.mktemp("deployments")
-    try:
-        for name, workers in DEPLOYMENTS.items():
-            if "two" in name and len(jax.devices()) < 2:
-                continue
-            path = folder / f"{len(found)}.toml"
-            path.write_text(COMMON + workers)
-            found[name] = Cluster(TINY, path)
-            found[name].start()
+    texts = {
+        name: COMMON + workers for name, workers in DEPLOYMENTS.items() if "two" not in name or len(jax.devices()) > 1
+    }
+    with clusters_at_once(TINY, tmp_path_factory.mktemp("deployments"), texts) as found:
         yield found
-    finally:
-        for made in found.values():
-            made.close()
 
 
 @pytest.fixture(scope="module")

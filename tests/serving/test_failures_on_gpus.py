@@ -16,7 +16,7 @@ from qwenjax_serving.protocol.messages import Offer, ToRouter
 from qwenjax_serving.router.router import Output, State
 from tests.generation import greedy, random_ids
 from tests.qwenjax.test_engine_on_gpus import GREEDY
-from tests.serving.cluster import Cluster
+from tests.serving.cluster import Cluster, clusters_at_once
 from tests.serving.test_disaggregated import leave_when, leave_while_a_read_hangs
 from tests.serving.test_disaggregated_on_gpus import COMMON, SIZES, TINY, check_drawn, prompts_of
 
@@ -33,18 +33,8 @@ DEPLOYMENTS = {
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
-    """All at once: they compile at the same time."""
-    found, folder = dict[str, Cluster](), tmp_path_factory.mktemp("deployments")
-    try:
-        for name, text in DEPLOYMENTS.items():
-            path = folder / f"{len(found)}.toml"
-            path.write_text(text)
-            found[name] = Cluster(TINY, path)
-            found[name].start()
+    with clusters_at_once(TINY, tmp_path_factory.mktemp("deployments"), DEPLOYMENTS) as found:
         yield found
-    finally:
-        for made in found.values():
-            made.close()
 
 
 @pytest.fixture(scope="module")
