@@ -132,7 +132,11 @@ def top_k_experts(logits: jax.Array, valid: jax.Array, top_k: int, normalise: bo
 
 
 def router_logits(x: jax.Array, weight: jax.Array, layer: jax.Array | int) -> jax.Array:
-    """x: [tokens, features]; weight: [layers, experts, features]. Returns float32 [tokens, experts]."""
+    """float32 [tokens, experts] of bfloat16 x [tokens, features] and a layer of weight [layers, experts, features].
+
+    The kernel by itself, which tests hold that of `experts_kernel`'s chain against; the model runs it there alone. For
+    what `router_logits_unavailable` lets pass.
+    """
     from cutlass.jax import cutlass_call
 
     problem = (x.shape[0], weight.shape[1], x.shape[1])
