@@ -11,8 +11,9 @@ steps: random weights, bfloat16 or quantised as they are made. Milliseconds a de
 batch, of a program of 8 steps over slots that are put there as if their prompts had been read; prompt tokens a second
 of 8 prompts of 6,000 tokens, through the engine, milliseconds to the first token of a short one alone, and between two
 tokens of 16 sequences while the 8 are read, for each budget of a call; with --engine milliseconds a step through it at
-batch 64, short contexts, beside those of the device alone: the difference is what the host stalls. vLLM 0.26 and the
-roofs (4.3 TB/s) are of one H200, see the columns' header. Every line is printed as it is measured.
+batch 64, short contexts, beside those of the device alone on the same sequences: the difference is what the host
+stalls. vLLM 0.26 and the roofs (4.3 TB/s) are of one H200, see the columns' header. Every line is printed as it is
+measured.
 """
 
 from __future__ import annotations
@@ -146,40 +147,48 @@ def layer_cache_bytes(model: ShardedModel, config: EngineConfig) -> int:
     return 2 * keys.size * keys.dtype.itemsize // keys.shape[0]
 
 
-def decode_step_seconds(
-    model: ShardedModel, config: EngineConfig, program: Any, context: int = CONTEXT, profile: bool = False
-) -> float:
-    """Of the device, at a context of `context` in every slot, with the most drafts: random weights accept none of them,
-    so that a step draws one token and what is measured is the cost."""
-    batch, num_drafts = config.max_num_seqs, config.num_speculative_tokens
+def filled_slots(model: ShardedModel, config: EngineConfig) -> Slots:
+    """All slots at a context of CONTEXT, each with a token of its own, with the most drafts."""
+    batch = config.max_num_seqs
     slots = idle_slots(model, config)
     rows = np.arange(batch * config.max_pages, dtype=np.int32).reshape(batch, -1)
 
     def put(old: jax.Array, new: Any) -> jax.Array:
         return jax.device_put(jnp.asarray(new, old.dtype), old.sharding)
 
-    slots = replace(
+    return replace(
         slots,
         page_table=put(slots.page_table, rows),
-        lengths=put(slots.lengths, np.full(batch, context)),
+        lengths=put(slots.lengths, np.full(batch, CONTEXT)),
         tokens=put(slots.tokens, np.arange(batch)),
         end_lengths=put(slots.end_lengths, np.full(batch, config.max_model_len)),
         active=put(slots.active, np.ones(batch, bool)),
         speculates=put(slots.speculates, np.ones(batch, bool)),
     )
+
+
+def decode_step(
+    model: ShardedModel, config: EngineConfig, program: Any, slots: Slots, profile: bool = False
+) -> tuple[float, int]:
+    """Seconds of the device a step, and how many different tokens the slots draw in the last. Random weights accept no
+    draft, so that a step draws one token of each. Every call begins with the tokens that are in the slots, which are
+    gone afterwards: greedy sequences that meet go on as one, and what they then choose are fewer experts."""
+    batch, num_drafts = config.max_num_seqs, config.num_speculative_tokens
     lanes = [Lane(Job(i, [], 0, 0), i, 0, ()) for i in range(batch)]
     table = decode_table(config, 1, Decode(batch, num_drafts, STEPS, lanes), False)
+    first = jnp.copy(slots.tokens)
+    tokens = np.empty(0)
 
     def call() -> None:
-        nonlocal slots
-        slots, drawn = program(model.state, slots, table)
-        np.asarray(drawn.tokens)
+        nonlocal slots, tokens
+        slots, drawn = program(model.state, replace(slots, tokens=jnp.copy(first)), table)
+        tokens = np.asarray(drawn.tokens)
 
     seconds = median_seconds(call, 5) / STEPS
     if profile:
         for name, (milliseconds, count) in kernel_times(call).items():
             say(f"{milliseconds / STEPS:>10.3f} ms in {count // STEPS:>4} of {name[:100]}")
-    return seconds
+    return seconds, len(np.unique(tokens[-1, 0]))
 
 
 def kernel_times(call: Callable[[], object], most: int = 20) -> dict[str, tuple[float, int]]:
@@ -202,26 +211,31 @@ def kernel_times(call: Callable[[], object], most: int = 20) -> dict[str, tuple[
     return dict(sorted(found.items(), key=lambda item: -item[1][0])[:most])
 
 
-def run_all(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[float, float, int]:
-    """Seconds until all prompts are read and of the rest, and decode steps of the rest."""
+def read_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
+    """Seconds until all prompts are read, and done where one token of each is wanted."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
-    start, steps = time.perf_counter(), 0
+    start = time.perf_counter()
     while engine.scheduler.waiting or engine.scheduler.prefilling or (max_tokens == 1 and engine.has_unfinished):
         engine.step()
-    prefill, start = time.perf_counter() - start, time.perf_counter()
+    return time.perf_counter() - start
+
+
+def draw_the_rest(engine: Engine) -> tuple[float, int]:
+    """Seconds until all requests are done, and decode steps."""
+    start, steps = time.perf_counter(), 0
     while engine.has_unfinished:
         before = len(engine._in_flight)
         engine.step()
         if len(engine._in_flight) >= before and isinstance(engine._in_flight[-1].call, Decode):
             steps += engine._in_flight[-1].call.num_steps
-    return prefill, time.perf_counter() - start, steps
+    return time.perf_counter() - start, steps
 
 
 def prefill_seconds(engine: Engine, prompts: list[list[int]]) -> float:
     """Until all prompts are read, none of them from the prefix cache."""
     engine.clear_prefix_cache()
-    return run_all(engine, prompts, 1)[0]
+    return read_prompts(engine, prompts, 1)
 
 
 def gaps_while_reading(engine: Engine, prompts: list[list[int]]) -> list[float]:
@@ -287,17 +301,18 @@ def measure_steps(
             for budget, sizes in prefills.items()
         }
     say(f"programs: compiled in {time.perf_counter() - start:.0f} s")
-    say(f"\ndecode, context {CONTEXT}: batch | drafts | ms a step | roof | vLLM | temporaries, a layer's cache (GB)")
+    say(f"\ndecode, context {CONTEXT}, after 8 steps so many different tokens:")
+    say("batch | tokens | drafts | ms a step | roof | vLLM | temporaries, a layer's cache (GB)")
     for (batch, count), sizes in decodes.items():
         try:
             decode = futures[batch, count].result()
-            seconds = decode_step_seconds(model, sizes, decode, profile=profile)
+            seconds, tokens = decode_step(model, sizes, decode, filled_slots(model, sizes), profile)
             limits = f"{roofs.get(batch, '-')!s:>4} | {peers.get(batch, '-')!s:>4}" if not count else "     |     "
             temporaries = decode.memory_analysis().temp_size_in_bytes
             memory = f"{temporaries / 1e9:.3f}, {layer_cache_bytes(model, sizes) / 1e9:.3f}"
-            say(f"{batch:>29} | {count:>6} | {seconds * 1e3:>9.2f} | {limits} | {memory}")
+            say(f"{batch:>5} | {tokens:>6} | {count:>6} | {seconds * 1e3:>9.2f} | {limits} | {memory}")
         except Exception as error:  # a batch that does not fit leaves the others to be measured
-            say(f"{batch:>29} | {count:>6} | failed: {type(error).__name__}: {str(error)[:1000]}")
+            say(f"{batch:>5} | {'':>6} | {count:>6} | failed: {type(error).__name__}: {str(error)[:1000]}")
         gc.collect()
     rng = np.random.default_rng(0)
     shorts = " | ".join(f"of {length:,}" for length in SHORT_PROMPTS)
@@ -329,11 +344,20 @@ def measure_steps(
     engine = Engine(model, tokenizer, engine_config(64, 512))
     engine.warm_up(progress=False)
     prompts = [rng.integers(0, config.vocab_size, 64).tolist() for _ in range(64)]
-    seconds, steps = min(run_all(engine, prompts, 129)[1:] for _ in range(3))
+    runs = []
+    for _ in range(3):
+        read_prompts(engine, prompts, 129)
+        runs.append(draw_the_rest(engine))
+    seconds, steps = min(runs)
     milliseconds = seconds / steps * 1e3
-    alone = decode_step_seconds(model, engine.config, engine._compiled["greedy", (64, 0)], 128) * 1e3
     say(f"\nthrough the engine, batch 64, contexts of 64 to 192: {milliseconds:.2f} ms a step over {steps} steps")
-    say(f"the device alone at a context of 128: {alone:.2f}; the host adds {milliseconds / alone - 1:.1%}")
+    # The same sequences half way, without the engine: other ones would choose more experts, or fewer.
+    read_prompts(engine, prompts, 129)
+    for _ in range(9):
+        engine.step()
+    alone, tokens = decode_step(model, engine.config, engine._compiled["greedy", (64, 0)], engine._slots)
+    say(f"the device alone, from half way on ({tokens} different tokens after 8 steps): {alone * 1e3:.2f}")
+    say(f"the host adds {milliseconds / (alone * 1e3) - 1:.1%}")
 
 
 def main() -> None:
