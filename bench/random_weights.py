@@ -1,24 +1,24 @@
-"""A large model of random weights on one device, made layer by layer, for benchmarks of shapes without a checkpoint."""
+"""A large model of random weights on a mesh, for benchmarks of shapes without a checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qwenjax.checkpoint.load import with_mxfp8
+from qwenjax.checkpoint.load import check_blocks_divide, with_mxfp8
 from qwenjax.checkpoint.mapping import all_pieces
 from qwenjax.checkpoint.packed import default_activation_format, layout_for, packs_here, row_order
 from qwenjax.config import ModelConfig
 from qwenjax.mesh import make_mesh
 from qwenjax.model import abstract_model
-from qwenjax.quant.mxfp8 import MXFP8
+from qwenjax.quant.mxfp8 import quantise_weight
 from qwenjax.quant.names import KINDS, kind_of
-from qwenjax.sharded_model import ShardedModel, by_name, from_names
-from qwenjax_ffi.packing import PackedLayout, empty_packed, pack_into
+from qwenjax.sharded_model import ShardedModel, by_name, from_names, shardings
+from qwenjax_ffi.packing import AnyWeight, PackedLayout, pack
 from qwenjax_ffi.weights import MXFP8Weight
 
 _STDDEV = 0.02  # transformers' initializer_range for Qwen3-MoE
@@ -30,65 +30,59 @@ def random_weights(
     quantization: str | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    packed: bool | None = None,
 ) -> ShardedModel:
-    """A model of `config` on a mesh of one device, by default the first; quantization "mxfp8" quantises, and where the
-    kernels run packs, what load_model does. One layer of one parameter at a time is held beside the model."""
+    """A model of `config` on a mesh, by default of the first device; quantization "mxfp8" quantises, and where the
+    kernels run, or where `packed` says so, packs: parameters lie as load_model lays them. Every device makes its own
+    share, and holds what one layer of one parameter takes beside it; the numbers are the same on every mesh. Raises
+    MeshError as load_model does."""
     mesh = mesh or make_mesh()
-    if mesh.size != 1:
-        raise ValueError(f"random_weights is for one device; {mesh} has {mesh.size}")
     names = {piece.parameter for piece in all_pieces(config) if quantization and kind_of(piece.source) in KINDS}
-    kept_as = default_activation_format(dtype, names)
+    kept_as = default_activation_format(dtype, names, packed)
     graphdef, abstract = abstract_model(config, mesh, dtype, kept_as)
     abstract = with_mxfp8(abstract, names)
-    packed = layout_for(kept_as) if packs_here(dtype, kept_as) else None
-    leaves = {}
-    for index, (name, leaf) in enumerate(by_name(abstract).items()):
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        if name.rsplit(".", 1)[-1].endswith("norm"):
-            leaves[name] = jnp.ones(leaf.shape, leaf.dtype)
-        elif isinstance(leaf, MXFP8Weight):
-            leaves[name] = _quantised(leaf, name, key, packed)
-        else:
-            leaves[name] = _plain(leaf.shape, leaf.dtype, key)
-    # Of the mesh, as load_model's are: programs would compile anew for results that are.
-    leaves = {name: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for name, leaf in leaves.items()}
+    shapes, placed = by_name(abstract), by_name(shardings(abstract, mesh))
+    check_blocks_divide(placed, shapes)
+    layout = layout_for(kept_as) if (packs_here(dtype, kept_as) if packed is None else packed) else None
+    leaves = {
+        name: random_parameter(seed, index, name, leaf, placed[name], layout)
+        for index, (name, leaf) in enumerate(shapes.items())
+    }
     return ShardedModel(config, mesh, graphdef, from_names(abstract, leaves))
 
 
-def _plain(shape: tuple[int, ...], dtype: jnp.dtype, key: jax.Array) -> jax.Array:
-    stack = jnp.zeros(shape, dtype)
-    for layer in range(shape[0]) if len(shape) > 2 else ():
-        stack = _put(stack, _normal(jax.random.fold_in(key, layer), shape[1:], dtype), jnp.int32(layer))
-    return stack if len(shape) > 2 else _normal(key, shape, dtype)
+def random_parameter(
+    seed: int, index: int, name: str, leaf: Any, placed: NamedSharding, layout: PackedLayout | None = None
+) -> AnyWeight:
+    """A parameter like the abstract `leaf`, which may be an MXFP8Weight; layout: such a one packed.
 
+    seed and index draw its numbers; norms, by their names, are ones."""
+    if name.endswith("norm"):
+        return jax.device_put(np.ones(leaf.shape, leaf.dtype), placed)
+    stacked, local, quantised = len(leaf.shape) > 2, placed.shard_shape(leaf.shape), isinstance(leaf, MXFP8Weight)
+    dtype, shape = jnp.bfloat16 if quantised else leaf.dtype, local[stacked:]
+    split = next((axis for axis, names in enumerate(placed.spec) if names), None)  # over ranks
 
-def _quantised(leaf: MXFP8Weight, name: str, key: jax.Array, packed: PackedLayout | None) -> object:
-    layers, *shape = leaf.shape
-    stack = (
-        empty_packed(leaf.shape, row_order(name), packed)
-        if packed
-        else MXFP8Weight(jnp.zeros(leaf.shape, leaf.elements.dtype), jnp.zeros(leaf.scales.shape, jnp.uint8))
-    )
-    for layer in range(layers):
-        one = _random_mxfp8(jax.random.fold_in(key, layer), tuple(shape))
-        if packed:
-            stack = pack_into(stack, one, jnp.int32(layer))
-        else:
-            put = partial(_put, layer=jnp.int32(layer))
-            stack = replace(stack, elements=put(stack.elements, one.elements), scales=put(stack.scales, one.scales))
-    return stack
+    def drawn(key: jax.Array) -> jax.Array:
+        if split is None:
+            return jax.random.normal(key, shape, dtype)
+        # What is at a place along this axis is drawn by the place in the whole: the same numbers on every mesh.
+        axis = split - stacked
+        places = jax.lax.axis_index(placed.spec[split]) * shape[axis] + jnp.arange(shape[axis])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+        others = shape[:axis] + shape[axis + 1 :]
+        return jax.vmap(lambda key: jax.random.normal(key, others, dtype), out_axes=axis)(keys)
 
+    def layer(key: jax.Array) -> AnyWeight:
+        values = drawn(key) * jnp.asarray(_STDDEV, dtype)
+        if not quantised:
+            return values
+        weight = quantise_weight(values)
+        return weight if layout is None else pack(weight, row_order(name), layout)
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(_STDDEV, dtype)
+    def share(seed: jax.Array) -> AnyWeight:
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.lax.map(layer, jax.random.split(key, local[0])) if stacked else layer(key)
 
-
-@partial(jax.jit, static_argnums=1)
-def _random_mxfp8(key: jax.Array, shape: tuple[int, ...]) -> MXFP8Weight:
-    return MXFP8Weight(*MXFP8().quantise(_normal(key, shape, jnp.bfloat16)))
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, one: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0)
+    shares = jax.shard_map(share, mesh=placed.mesh, in_specs=PartitionSpec(), out_specs=placed.spec, check_vma=False)
+    return jax.jit(shares)(np.uint32(seed))

@@ -3,7 +3,7 @@
     python bench/serve_random.py [--shapes configs/qwen3-30b-a3b] [options of qwenjax serve]
 
 The vocabulary is that of configs/tiny, whose tokenizer it takes: ids beyond it would have no text, and clients wait for
-text. Each mesh is one device.
+text. Workers of any mesh, `--config FILE`, have the same weights.
 """
 
 from __future__ import annotations
