@@ -44,7 +44,7 @@ from qwenjax.config import ModelConfig
 from qwenjax.engine.calls import chunk_columns, decode_table, lane_columns
 from qwenjax.engine.engine import Engine, EngineConfig
 from qwenjax.engine.programs import Programs
-from qwenjax.engine.schedule import Decode, Job, Lane
+from qwenjax.engine.schedule import Decode, Job, Lane, Prefill
 from qwenjax.engine.slots import Slots, create_slots
 from qwenjax.sharded_model import ShardedModel
 from qwenjax.tokenizer import Tokenizer
@@ -212,18 +212,20 @@ def kernel_times(call: Callable[[], object], most: int = 20) -> dict[str, tuple[
 
 
 def read_prompts(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
-    """Seconds until all prompts are read, and done where one token of each is wanted."""
+    """Seconds until the results of all prompts are there, and all are done where one token of each is wanted."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
     start = time.perf_counter()
     while engine.scheduler.waiting or engine.scheduler.prefilling or (max_tokens == 1 and engine.has_unfinished):
         engine.step()
+    while any(isinstance(flight.call, Prefill) for flight in engine._in_flight):
+        engine.step()
     return time.perf_counter() - start
 
 
 def draw_the_rest(engine: Engine) -> tuple[float, int]:
-    """Seconds until all requests are done, and decode steps."""
-    start, steps = time.perf_counter(), 0
+    """Seconds until all requests are done, and decode steps; what is in flight has begun just now."""
+    start, steps = time.perf_counter(), sum(flight.call.num_steps for flight in engine._in_flight)
     while engine.has_unfinished:
         before = len(engine._in_flight)
         engine.step()
