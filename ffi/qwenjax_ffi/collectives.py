@@ -67,7 +67,8 @@ def fresh_epochs(mesh: Mesh, axis_name: str, exchange: ExchangeRows | None = Non
     heap = mesh_heap(mesh, axis_name, exchange)
     if heap is not None:
         heap.check()
-        return heap.epochs()
+        with jax.ensure_compile_time_eval():  # addresses are values, also where shapes alone are asked for
+            return heap.epochs()
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     return jax.device_put(np.zeros(mesh.size, np.int32), sharding)
 
