@@ -66,3 +66,8 @@ def errors(out: Any, wanted: np.ndarray, positions: Any) -> np.ndarray:
     assert np.isfinite(out).all(), "padding is finite, too"
     valid = np.asarray(positions) >= 0
     return np.linalg.norm(out[valid] - wanted[valid], axis=-1) / np.linalg.norm(wanted[valid], axis=-1)
+
+
+def poison_free_memory() -> None:
+    """Workspaces come out of memory that was NaN."""
+    jnp.full(1 << 27, jnp.nan, jnp.float32).block_until_ready().delete()
