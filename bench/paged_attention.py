@@ -10,18 +10,17 @@ the loop's dispatch is taken out by running it at two lengths. The limit is the 
 
 from __future__ import annotations
 
-import argparse
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-from measure import copy_bandwidth, header, median_seconds, recorded
+from attention_points import Programs, loops, print_table, seconds_a_turn
+from measure import copy_bandwidth
 
 from qwenjax_ffi.attention import paged_attention
 
@@ -37,7 +36,7 @@ POINTS = [
     *(f"64x2048x{tokens}x64" for tokens in (1, 4, 8)),
 ]
 
-Programs = dict[int, jax.stages.Compiled]  # by turns of the loop
+bandwidth = cache(copy_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -74,57 +73,32 @@ class Point:
         """Loops over the layers, each call on the result of the one before."""
         layers = [jnp.asarray([layer], jnp.int32) for layer in range(self.layers)]
 
-        def run(turns: int, q: jax.Array, *rest: jax.Array) -> jax.Array:
-            def turn(_: jax.Array, x: jax.Array) -> jax.Array:
-                for layer in layers:
-                    x = paged_attention(x, *rest, layer, implementation=implementation)
-                return x
+        def turn(x: jax.Array, *rest: jax.Array) -> jax.Array:
+            for layer in layers:
+                x = paged_attention(x, *rest, layer, implementation=implementation)
+            return x
 
-            return jax.lax.fori_loop(0, turns, turn, q)
+        return loops(turn, jax.eval_shape(self.arrays), (SHORT, LONG))
 
-        arrays = jax.eval_shape(self.arrays)
-        return {turns: jax.jit(partial(run, turns)).lower(*arrays).compile() for turns in (SHORT, LONG)}
-
-    def seconds_a_call(self, programs: Programs, arrays: tuple[jax.Array, ...]) -> float:
-        seconds = {
-            turns: median_seconds(lambda program=program: jax.block_until_ready(program(*arrays)), 7)
-            for turns, program in programs.items()
-        }
-        return (seconds[LONG] - seconds[SHORT]) / ((LONG - SHORT) * self.layers)
-
-    def row(self, bandwidth: float, ours: Programs, cudnn: Programs | None) -> str:
+    def row(self, ours: Programs, cudnn: Programs | None) -> str:
         arrays = jax.jit(self.arrays)()
-        seconds, limit = self.seconds_a_call(ours, arrays), self.bytes / bandwidth
+        seconds, limit = seconds_a_turn(ours, arrays, 7) / self.layers, self.bytes / bandwidth()
         cells = [f"{self.batch} | {self.context} | {self.tokens} | {self.q_heads} | {seconds * 1e6:.1f}"]
         cells += [f"{limit * 1e6:.1f}", f"{limit / seconds:.0%}"]
         if cudnn:
-            peer = self.seconds_a_call(cudnn, arrays)
+            peer = seconds_a_turn(cudnn, arrays, 7) / self.layers
             cells.append(f"{peer * 1e6:.0f} ({peer / seconds:.1f}x)")
         return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="*", default=POINTS, help="BATCHxCONTEXTxTOKENS[xHEADS]")
-    parser.add_argument("--no-cudnn", action="store_true")
-    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
-    arguments = parser.parse_args()
-    points = [Point.parse(text) for text in arguments.points]
-    with recorded(arguments.record), ThreadPoolExecutor() as pool:
-        print(header("jax", "jaxlib", "nvidia-cutlass-dsl"))
-        bandwidth = copy_bandwidth()
-        print(f"copy {bandwidth / 1e12:.2f} TB/s\n")
-        columns = ["batch", "context", "query tokens", "query heads", "us", "limit us", "of limit"]
-        columns += [] if arguments.no_cudnn else ["cuDNN over copies us"]
-        print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-        ours = [pool.submit(point.compiled, "kernel") for point in points]
-        cudnn: list[Future[Programs] | None] = [
-            None if arguments.no_cudnn else pool.submit(point.compiled, "cudnn") for point in points
-        ]
-        wait([future for future in [*ours, *cudnn] if future])  # compiling would disturb the timing
-        for point, mine, theirs in zip(points, ours, cudnn, strict=True):
-            print(point.row(bandwidth, mine.result(), theirs and theirs.result()), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_table(
+        __doc__,
+        "BATCHxCONTEXTxTOKENS[xHEADS]",
+        Point.parse,
+        POINTS,
+        "kernel",
+        ["batch", "context", "query tokens", "query heads", "us", "limit us", "of limit"],
+        "cuDNN over copies us",
+        preface=lambda: print(f"copy {bandwidth() / 1e12:.2f} TB/s"),
+    )

@@ -11,11 +11,8 @@ limit is that work at the H200's dense bf16 peak, of which the best kernels reac
 
 from __future__ import annotations
 
-import argparse
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -23,7 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import header, median_seconds, recorded
+from attention_points import Programs, loops, print_table, seconds_a_turn
 
 from qwenjax_ffi.attention import paged_attention
 
@@ -31,8 +28,6 @@ PEAK = 989e12  # NVIDIA's data sheet of the H200: dense bf16 operations a second
 KV_HEADS, HEAD_DIM, PAGE, ROW, ROWS, LAYERS = 4, 128, 64, 2048, 4, 4
 SHORT, LONG = 1, 4  # turns of the loop
 POINTS = ["8x6000", "8x2048", "16x1000", "1x32768", "8x6000x64"]
-
-Programs = dict[int, jax.stages.Compiled]  # by turns of the loop
 
 
 @dataclass(frozen=True)
@@ -74,57 +69,32 @@ class Point:
     def compiled(self, implementation: Any) -> Programs:
         calls = self.calls()
 
-        def run(turns: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            def turn(_: jax.Array, x: jax.Array) -> jax.Array:
-                for index, call in enumerate(calls):
-                    layer = jnp.asarray([index % LAYERS], jnp.int32)
-                    x = paged_attention(x, keys, values, *map(jnp.asarray, call), layer, implementation=implementation)
-                return x
+        def turn(x: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+            for index, call in enumerate(calls):
+                layer = jnp.asarray([index % LAYERS], jnp.int32)
+                x = paged_attention(x, keys, values, *map(jnp.asarray, call), layer, implementation=implementation)
+            return x
 
-            return jax.lax.fori_loop(0, turns, turn, q)
-
-        arrays = jax.eval_shape(self.arrays)
-        return {turns: jax.jit(partial(run, turns)).lower(*arrays).compile() for turns in (SHORT, LONG)}
-
-    def seconds(self, programs: Programs, arrays: tuple[jax.Array, ...]) -> float:
-        """Of all calls of a layer."""
-        seconds = {
-            turns: median_seconds(lambda program=program: jax.block_until_ready(program(*arrays)), 5)
-            for turns, program in programs.items()
-        }
-        return (seconds[LONG] - seconds[SHORT]) / (LONG - SHORT)
+        return loops(turn, jax.eval_shape(self.arrays), (SHORT, LONG))
 
     def row(self, ours: Programs, cudnn: Programs | None) -> str:
         arrays = jax.jit(self.arrays)()
-        seconds, limit = self.seconds(ours, arrays), self.operations / PEAK
+        seconds, limit = seconds_a_turn(ours, arrays, 5), self.operations / PEAK
         cells = [f"{self.prompts} | {self.tokens} | {self.q_heads} | {seconds * 1e3:.3f} | {limit * 1e3:.3f}"]
         cells += [f"{self.operations / seconds / 1e12:.0f} | {limit / seconds:.0%}"]
         if cudnn:
-            peer = self.seconds(cudnn, arrays)
+            peer = seconds_a_turn(cudnn, arrays, 5)
             cells.append(f"{peer * 1e3:.3f} ({peer / seconds:.1f}x)")
         return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="*", default=POINTS, help="PROMPTSxTOKENS[xHEADS]")
-    parser.add_argument("--no-cudnn", action="store_true")
-    parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
-    arguments = parser.parse_args()
-    points = [Point.parse(text) for text in arguments.points]
-    with recorded(arguments.record), ThreadPoolExecutor() as pool:
-        print(header("jax", "jaxlib", "nvidia-cutlass-dsl") + "\n")
-        columns = ["prompts", "tokens", "query heads", "ms a layer", "limit ms", "TFLOP/s", "of limit"]
-        columns += [] if arguments.no_cudnn else ["cuDNN over copies ms"]
-        print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-        ours = [pool.submit(point.compiled, "prefill_kernel") for point in points]
-        cudnn: list[Future[Programs] | None] = [
-            None if arguments.no_cudnn else pool.submit(point.compiled, "cudnn") for point in points
-        ]
-        wait([future for future in [*ours, *cudnn] if future])  # compiling would disturb the timing
-        for point, mine, theirs in zip(points, ours, cudnn, strict=True):
-            print(point.row(mine.result(), theirs and theirs.result()), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_table(
+        __doc__,
+        "PROMPTSxTOKENS[xHEADS]",
+        Point.parse,
+        POINTS,
+        "prefill_kernel",
+        ["prompts", "tokens", "query heads", "ms a layer", "limit ms", "TFLOP/s", "of limit"],
+        "cuDNN over copies ms",
+    )
