@@ -1,4 +1,4 @@
-"""All-reduce called from JAX on several GPUs; as a program, one process on two GPUs, or a rank.
+"""All-reduce called from JAX on several GPUs; as a program, one process on all GPUs, or a rank.
 
     python all_reduce_process.py CALLS [PROCESS PROCESSES PORT DEVICE]
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from qwenjax_ffi import collectives
 from qwenjax_ffi.all_reduce_choice import choose_algorithm, one_shot_limit
-from tests.ffi.gpu_processes import join
+from tests.ffi.gpu_processes import join, most_ranks
 
 BY_RANK = PartitionSpec(("data", "model"))
 SMALL = 1001  # bf16 elements: one-shot
@@ -84,7 +84,7 @@ def main() -> None:
     calls, *job = sys.argv[1:]
     if job:
         join(*map(int, job))
-    mesh = gpu_mesh(jax.process_count() if job else 2)
+    mesh = gpu_mesh(most_ranks(len(jax.devices())))
     print(f"wrong: {many_calls(mesh, int(calls), late=True) + many_calls(mesh, int(calls), late=False)}", flush=True)
     collectives.close_heap(mesh, "model")
     if job:

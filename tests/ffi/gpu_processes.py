@@ -20,6 +20,11 @@ import jax
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def most_ranks(gpus: int) -> int:
+    """How many ranks a test has that takes all GPUs there are: a power of two, 16 at most."""
+    return 1 << (min(gpus, 16).bit_length() - 1)
+
+
 def start(program: Path, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     settings = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -47,12 +52,12 @@ def check(*running: subprocess.Popen[str]) -> None:
                 process.wait()
 
 
-def check_folder(program: Path, folder: Path, calls: int) -> None:
-    """Two processes without JAX, a rank each; they find each other in a folder."""
-    check(*(start(program, process, 2, folder, calls) for process in range(2)))
+def check_folder(program: Path, folder: Path, processes: int, calls: int) -> None:
+    """Processes without JAX, a rank each; they find each other in a folder."""
+    check(*(start(program, process, processes, folder, calls) for process in range(processes)))
 
 
-def check_ranks(program: Path, devices: Sequence[int], calls: int, **environment: str) -> None:
+def check_ranks(program: Path, devices: Sequence[int], calls: int = 1, **environment: str) -> None:
     """A process for each of the devices, of which several may be the same GPU; they find each other on loopback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

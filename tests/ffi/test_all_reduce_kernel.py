@@ -1,4 +1,4 @@
-"""All-reduce called from JAX on two GPUs and more, in one process and in one a GPU, against its reference."""
+"""All-reduce called from JAX on all GPUs there are, in one process and in one a GPU, against its reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from qwenjax_ffi import all_reduce_kernel, collectives
 from qwenjax_ffi.grouped_gemm import sum_rows
 from tests.ffi import all_reduce_process
-from tests.ffi.gpu_processes import check, check_ranks, start
+from tests.ffi.gpu_processes import check, check_ranks, most_ranks, start
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def mesh() -> Mesh:
     found = len(jax.devices())
     if found < 2:
         pytest.skip("needs two GPUs")
-    return all_reduce_process.gpu_mesh(1 << (min(found, 16).bit_length() - 1))
+    return all_reduce_process.gpu_mesh(most_ranks(found))
 
 
 def spread(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -78,7 +78,10 @@ def test_the_fused_form_equals_its_three_steps(rows: int) -> None:
         return collectives.all_reduce_rms_norm(*operands, 1e-6, "model", epochs, implementation=implementation)[:2]
 
     total, normed = run(functools.partial(call, "kernel"), x, residual, weight)
-    expected_total, expected = run(functools.partial(call, "reference"), x, residual, weight)
+    expected_total, _ = run(functools.partial(call, "reference"), x, residual, weight)
+    # In float32: NCCL rounds a sum of bfloat16 at every rank that it passes.
+    wide = (value.astype(jnp.float32) for value in (x, residual, weight))
+    _, expected = run(functools.partial(call, "reference"), *wide)
     ranks = bits(normed).reshape(mesh().size, -1)
     assert (ranks == ranks[0]).all()
     if mesh().size == 2:  # where the order of the sum does not matter
@@ -127,9 +130,8 @@ def test_without_command_buffers() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graphs", "no graphs"])
-def test_two_processes(flags: str) -> None:
-    mesh()
-    check_ranks(PROGRAM, [0, 1], 5000, XLA_FLAGS=flags)
+def test_a_process_a_gpu(flags: str) -> None:
+    check_ranks(PROGRAM, range(mesh().size), 5000, XLA_FLAGS=flags)
 
 
 def test_two_processes_that_share_a_gpu() -> None:

@@ -1,4 +1,5 @@
-"""Dispatch and combine called from JAX on GPUs, in one process and in one a GPU, against their references."""
+"""Dispatch and combine called from JAX on all GPUs there are, in one process and in one a GPU, against their
+references."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from qwenjax_ffi.token_exchange import combine, dispatch
 from tests.ffi import token_exchange_process as process
-from tests.ffi.gpu_processes import check, check_ranks, start
+from tests.ffi.gpu_processes import check, check_ranks, most_ranks, start
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,7 @@ def mesh() -> Mesh:
     found = len(jax.devices())
     if found < 2:
         pytest.skip("needs two GPUs")
-    return process.gpu_mesh(1 << (min(found, 16).bit_length() - 1))
+    return process.gpu_mesh(most_ranks(found))
 
 
 def routed(
@@ -87,6 +88,5 @@ def test_without_command_buffers() -> None:
     check(start(PROGRAM, 1024, XLA_FLAGS="--xla_gpu_enable_command_buffer="))
 
 
-def test_two_processes() -> None:
-    mesh()
-    check_ranks(PROGRAM, [0, 1], 1024)
+def test_a_process_a_gpu() -> None:
+    check_ranks(PROGRAM, range(mesh().size), 1024)

@@ -1,4 +1,4 @@
-"""Dispatch and combine called from JAX on several GPUs; as a program, one process on two GPUs, or a rank.
+"""Dispatch and combine called from JAX on several GPUs; as a program, one process on all GPUs, or a rank.
 
     python token_exchange_process.py ITERATIONS [PROCESS PROCESSES PORT DEVICE]
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from qwenjax_ffi import collectives
 from qwenjax_ffi.token_exchange import combine, dispatch
 from qwenjax_ffi.token_exchange_kernel import ExchangeRows
-from tests.ffi.gpu_processes import join
+from tests.ffi.gpu_processes import join, most_ranks
 
 BY_RANK = PartitionSpec(("data", "model"))
 ROWS = ExchangeRows(tokens=64, hidden=4096, top_k=8, dtype=jnp.bfloat16)
@@ -107,7 +107,7 @@ def main() -> None:
     iterations, *job = sys.argv[1:]
     if job:
         join(*map(int, job))
-    mesh = gpu_mesh(jax.process_count() if job else 2)
+    mesh = gpu_mesh(most_ranks(len(jax.devices())))
     wrong = many_layers(mesh, int(iterations), late=True) + many_layers(mesh, int(iterations), late=False)
     print(f"wrong: {wrong}", flush=True)
     collectives.close_heap(mesh, "data")

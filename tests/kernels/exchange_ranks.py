@@ -348,7 +348,7 @@ def main() -> None:
     rank, count = int(process), int(processes)
     call("cuInit", 0)
     rendezvous = Rendezvous(FolderStore(Path(folder)), "ranks", rank, count, 60.0)
-    shape = replace(SMALL, ranks=count)
+    shape = replace(SMALL, ranks=count, experts=4 * count)
     mine = make_ranks(shape, rendezvous, {rank: rank % call("cuDeviceGetCount")})
     many_layers(mine, shape, int(iterations), seed=rank, timeout_ns=APART_NS)
     rendezvous.gather("done", True)

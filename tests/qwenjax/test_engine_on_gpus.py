@@ -1,4 +1,4 @@
-"""The engine on two GPUs of one process: the tokens of one GPU, by the rule of margins."""
+"""The engine on all GPUs of one process: the tokens of one GPU, by the rule of margins."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from qwenjax import LLM, RequestOutput, SamplingParams
 from qwenjax_ffi import collectives
+from tests.ffi.gpu_processes import most_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -34,13 +35,15 @@ def outputs(data: int, model: int) -> list[RequestOutput]:
     return llm.generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 1)])
-def test_an_engine_on_two_gpus_draws_what_one_draws(data: int, model: int) -> None:
-    if len(jax.devices()) < 2:
+@pytest.mark.parametrize("split", ["heads", "requests"])
+def test_an_engine_on_all_gpus_draws_what_one_draws(split: str) -> None:
+    gpus = min(most_ranks(len(jax.devices())), 8)  # the small model has eight heads
+    if gpus < 2:
         pytest.skip("needs two GPUs")
+    data, model = (1, gpus) if split == "heads" else (gpus, 1)
     parted = 0
-    for one, two in zip(outputs(1, 1), outputs(data, model), strict=True):
-        ours, theirs = one.outputs[0], two.outputs[0]
+    for one, spread in zip(outputs(1, 1), outputs(data, model), strict=True):
+        ours, theirs = one.outputs[0], spread.outputs[0]
         assert ours.logprobs is not None
         pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
         place = next((place for place, (a, b) in pairs if a != b), None)
