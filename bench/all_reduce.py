@@ -5,9 +5,10 @@
 
 A row a size: bytes of the message on each rank, microseconds a call of each algorithm that may run it and of psum, the
 best of ours over psum, GB/s each way (the bytes that a two-shot all-reduce sends, 2 (N-1)/N of the message, whatever
-the algorithm), and that over NVLink's rate. Calls run in a jitted loop, dispatched once, eight a turn, each over an
-operand of its own, a few elements of each result leaving the loop, 50 turns and more: a run copies the operands once to
-where the loop has them; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are
+the algorithm), and that over NVLink's rate, the algorithm that is chosen, and its microseconds as predicted from byte
+counts and what two H200s took. Calls run in a jitted loop, dispatched once, eight a turn, each over an operand of its
+own, a few elements of each result leaving the loop, 50 turns and more: a run copies the operands once to where the loop
+has them; the median of five. The sums, of integers, are compared with psum's. NAME.txt and NAME.png are
 written to bench/results/. With --predict, no GPU: the rows that the choice of algorithm rests on, and the published
 prefill case (four ranks, 16,384 tokens of 4,096 in bf16), all from byte counts and latencies and none of it measured.
 """
@@ -106,8 +107,12 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
     if heap is None:
         raise SystemExit("no symmetric memory between these devices; the warning above says why")
     ranks, names = mesh.size, ["one_shot", "two_shot", *(["multicast"] if heap.has_multicast else []), "psum"]
-    print("| KiB | " + " | ".join(f"{name} us" for name in names) + " | psum / ours | GB/s | of NVLink | chosen |")
-    print("|" + " --- |" * (len(names) + 5))
+    print(
+        "| KiB | "
+        + " | ".join(f"{name} us" for name in names)
+        + " | psum / ours | GB/s | of NVLink | chosen | predicted us |"
+    )
+    print("|" + " --- |" * (len(names) + 6))
     for kib in sizes:
         calls = calls_of(kib * KIB, ranks, heap.has_multicast)
         operands = integers(mesh, ranks * kib * KIB // 2, kib)
@@ -122,7 +127,7 @@ def measure(mesh: Mesh, sizes: list[int], link: float) -> list[dict[str, Any]]:
         chosen = choose_algorithm(kib * KIB, ranks, heap.has_multicast)
         print(
             f"| {kib} | {' | '.join(cells)} | {seconds['psum'] / best:.2f} | {rate / 1e9:.0f} | {rate / link:.0%} "
-            f"| {chosen} |",
+            f"| {chosen} | {predicted_seconds(chosen, kib * KIB, ranks) * 1e6:.1f} |",
             flush=True,
         )
         rows.append({"kib": kib, **seconds})

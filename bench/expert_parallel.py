@@ -7,8 +7,8 @@ Prefill with tokens on every rank, for the share of Qwen3-235B's experts (128 ex
 of EP = 1, 2 and 4 has, with random routing: sorting a rank's rows, copying them (from bf16 to MXFP8 tiles, as on
 Blackwell), adding up a token's rows. A row each: microseconds a call, the bytes that have to move, the time that the
 copy bandwidth measured in the same run gives them, the share of it reached, and XLA's time for the reference. With
-two GPUs or more, also the sum with the all-reduce over the ranks that follows it, against XLA's sum and `psum`. Results
-are compared with the references' before they are timed.
+two GPUs or more, also the sum with the all-reduce over the ranks that follows it, against XLA's sum and `psum`, and
+what is predicted of the all-reduce alone. Results are compared with the references' before they are timed.
 
 Calls run in a jitted loop of 20 ms or more, dispatched once; the median of five. A turn of such a loop took 9 to 10 us
 with one token in it, ours and XLA's alike: nothing that is shorter, such as a decode batch, can be timed so.
@@ -36,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from measure import header, median_seconds, recorded
 
 from qwenjax_ffi import collectives
+from qwenjax_ffi.all_reduce_choice import choose_algorithm, predicted_seconds
 from qwenjax_ffi.blackwell_packing import pack_rows
 from qwenjax_ffi.grouped_gemm import sum_rows
 from qwenjax_ffi.grouped_gemm_blackwell import quantise_rows
@@ -187,7 +188,12 @@ def measure_over_ranks(tokens: int) -> None:
         lambda: jax.random.normal(jax.random.key(2), (ranks * tokens * TOP_K, HIDDEN), jnp.bfloat16),
         out_shardings=sharding,
     )()
-    print(f"\n{tokens} tokens over {ranks} ranks: the sum of a rank's rows, then the all-reduce")
+    message = 2 * tokens * HIDDEN
+    alone = predicted_seconds(choose_algorithm(message, ranks, heap.has_multicast), message, ranks)
+    print(
+        f"\n{tokens} tokens over {ranks} ranks: the sum of a rank's rows, then the all-reduce (alone, as predicted from"
+    )
+    print(f"byte counts and what two H200s took: {alone * 1e6:.0f} us)")
     print("| sum | all-reduce | us | XLA's / this |")
     print("|" + " --- |" * 4)
     seconds = {}

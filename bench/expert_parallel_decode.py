@@ -4,9 +4,10 @@
 
 A row a number of tokens a rank: microseconds a call of each kernel and of its reference, how many times as fast the
 kernel is, and the limit: the bytes that the busiest rank sends, each row once to each other rank that has one of its
-experts, over NVLink's rate by datasheet. bf16 rows, top-8 of 128 experts, routes drawn at random. Calls run in a jitted
-loop, eight a turn, each with the epochs of the last and results of its own; the median of five. What the kernels return
-is first compared with the references'. NAME.txt is written to bench/results/.
+experts, over NVLink's rate by datasheet; and what expert_parallel_model.py predicts from two ranks. bf16 rows, top-8 of
+128 experts, routes drawn at random. Calls run in a jitted loop, eight a turn, each with the epochs of the last and
+results of its own; the median of five. What the kernels return is first compared with the references'. NAME.txt is
+written to bench/results/.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from expert_parallel_model import MEASURED, Kernel, fitted_kernels, read
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from measure import header, median_seconds, recorded
 
@@ -104,7 +106,7 @@ def check(mesh: Mesh, there: dict[str, Dispatched], homes: dict[str, jax.Array],
         raise SystemExit(f"{tokens} tokens: the sums of the kernel differ from the reference's")
 
 
-def row(mesh: Mesh, tokens: int, hidden: int, link: float, turns: int) -> str:
+def row(mesh: Mesh, tokens: int, hidden: int, link: float, turns: int, kernels: dict[str, Kernel]) -> str:
     ranks = mesh.size
     draw = np.random.default_rng(tokens)
     ids = np.stack([draw.permutation(EXPERTS)[:TOP_K] for _ in range(ranks * tokens)]).astype(np.int32)
@@ -126,7 +128,9 @@ def row(mesh: Mesh, tokens: int, hidden: int, link: float, turns: int) -> str:
     for op, extra in (("dispatch", 8 * TOP_K), ("combine", 0)):
         ours, theirs = (seconds[op, name] for name in Implementations)
         limit = max(sent) * (2 * hidden + extra) / link
+        predicted = kernels[op].seconds(ranks, tokens, hidden)
         cells += [f"{ours * 1e6:.1f}", f"{theirs * 1e6:.1f}", f"{theirs / ours:.2f}", f"{limit * 1e6:.2f}"]
+        cells.append(f"{predicted * 1e6:.1f}")
     return "| " + " | ".join(cells) + " |"
 
 
@@ -139,11 +143,13 @@ def table(mesh: Mesh, tokens: list[int], hidden: list[int], turns: int = 50) -> 
     print(f"bars: {BARS[0]:.0f} / {BARS[1]:.0f} us at 1 to 64 tokens, hidden 4096, two ranks\n{PUBLISHED}\n")
     names = ["tokens", "hidden"]
     for op in ("dispatch", "combine"):
-        names += [f"{op} us", "XLA us", "XLA / ours", "limit us"]
+        names += [f"{op} us", "XLA us", "XLA / ours", "limit us", "predicted us"]
     print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
+    measured, _ = read(MEASURED)
+    kernels = {kernel.op: kernel for kernel in fitted_kernels(measured)}
     for width in hidden:
         for count in tokens:
-            print(row(mesh, count, width, link, turns), flush=True)
+            print(row(mesh, count, width, link, turns, kernels), flush=True)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ TOKENS = (1, 4, 16, 64, 128)
 HELD_OUT = 64  # tokens a rank: the row of the bar
 PREFILL_TOKENS = 16384
 EXTRA_BYTES = {"dispatch": 8 * TOP_K, "combine": 0}  # of a row, beside its elements
+MEASURED = (RESULTS / "expert_parallel_decode.txt", RESULTS / "expert_parallel.md")  # on two H200s
 PUBLISHED = [
     "published, dispatch / combine us: TensorRT-LLM GB200 EP=8 22.3 / 34.1 (64 tokens a rank), "
     "pplx H100 EP=8 49.7 / 64.2 (128)",
@@ -85,6 +86,19 @@ def read(paths: Sequence[Path]) -> tuple[list[Measured], dict[int, float]]:
     return decode, sums
 
 
+def fits(row: Measured) -> bool:
+    """Whether a row is one that the model is fitted to."""
+    return row.hidden == HIDDEN and row.tokens != HELD_OUT
+
+
+def fitted_kernels(measured: Sequence[Measured]) -> list[Kernel]:
+    """Dispatch and combine."""
+    fitting = [row for row in measured if fits(row)]
+    if len(fitting) < 2:
+        raise SystemExit(f"{len(fitting)} rows of hidden {HIDDEN} to fit to; the model needs two")
+    return [fitted(fitting, op) for op in EXTRA_BYTES]
+
+
 def fitted(measured: Sequence[Measured], op: str) -> Kernel:
     """The least squares of latency and seconds a byte."""
     sent = [sent_bytes(op, 2, row.tokens, row.hidden) for row in measured]
@@ -98,11 +112,8 @@ def predict(paths: Sequence[Path], out: str | None) -> None:
     """Prints the tables, and draws the decode's to results/`out`.png."""
     measured, sums = read(paths)
     print(f"PREDICTED for {RANKS} ranks from two that were measured ({', '.join(path.name for path in paths)})\n")
-    fitting = [row for row in measured if row.hidden == HIDDEN and row.tokens != HELD_OUT]
-    if len(fitting) < 2:
-        raise SystemExit(f"{len(fitting)} rows of hidden {HIDDEN} to fit to; the model needs two")
-    kernels = [fitted(fitting, op) for op in EXTRA_BYTES]
-    predict_decode([row for row in measured if row not in fitting], kernels)
+    kernels = fitted_kernels(measured)
+    predict_decode([row for row in measured if not fits(row)], kernels)
     if out:
         plot([row for row in measured if row.hidden == HIDDEN], kernels, RESULTS / f"{out}.png")
     if sums:
