@@ -56,19 +56,21 @@ def random_parameter(
 ) -> AnyWeight:
     """A parameter like the abstract `leaf`, which may be an MXFP8Weight; layout: such a one packed.
 
-    seed and index draw its numbers; norms, by their names, are ones."""
+    seed and index draw its numbers; norms, by their names, are ones.
+    """
     if name.endswith("norm"):
         return jax.device_put(np.ones(leaf.shape, leaf.dtype), placed)
-    stacked, local, quantised = len(leaf.shape) > 2, placed.shard_shape(leaf.shape), isinstance(leaf, MXFP8Weight)
+    stacked = len(leaf.shape) > 2 or name.endswith("bias")
+    local, quantised = placed.shard_shape(leaf.shape), isinstance(leaf, MXFP8Weight)
     dtype, shape = jnp.bfloat16 if quantised else leaf.dtype, local[stacked:]
-    split = next((axis for axis, names in enumerate(placed.spec) if names), None)  # over ranks
+    # The axis that is split over ranks. What no mesh splits, or this one does not, is split along its first on others.
+    split = next((axis for axis, names in enumerate(placed.spec) if names), None)
+    axis = 0 if split is None else split - stacked
 
     def drawn(key: jax.Array) -> jax.Array:
-        if split is None:
-            return jax.random.normal(key, shape, dtype)
-        # What is at a place along this axis is drawn by the place in the whole: the same numbers on every mesh.
-        axis = split - stacked
-        places = jax.lax.axis_index(placed.spec[split]) * shape[axis] + jnp.arange(shape[axis])
+        # Each place along the axis by where it is in the whole: the same numbers on every mesh.
+        first = 0 if split is None else jax.lax.axis_index(placed.spec[split]) * shape[axis]
+        places = first + jnp.arange(shape[axis])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
         others = shape[:axis] + shape[axis + 1 :]
         return jax.vmap(lambda key: jax.random.normal(key, others, dtype), out_axes=axis)(keys)

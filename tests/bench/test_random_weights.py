@@ -87,10 +87,11 @@ def test_parameters_lie_as_a_checkpoint_is_loaded(
     assert {name: shares(weight) for name, weight in ours.items()} == {n: shares(w) for n, w in theirs.items()}
 
 
-@pytest.mark.parametrize("name", ["attention.o_proj", "experts.w13"])
+# Two heads of keys, which four ranks do not split.
+@pytest.mark.parametrize("name", ["attention.k_proj", "attention.o_proj", "experts.w13"])
 def test_numbers_are_the_same_on_every_mesh_and_others_everywhere(bench: Any, name: str) -> None:
     found = []
-    for data, model in [(1, 1), (2, 2)]:
+    for data, model in [(1, 1), (1, 4)]:
         mesh = make_mesh(data, model)
         _, abstract = abstract_model(ModelConfig.from_dict(RAW), mesh, jnp.bfloat16)
         placed = by_name(shardings(abstract, mesh))[name]
