@@ -1,6 +1,6 @@
-"""Prefill and decode apart on GPUs, in two processes over NIXL and in one: the tokens of one engine, by the rule of
-margins, and pages that never pass through host memory. Run it with XLA_PYTHON_CLIENT_PREALLOCATE=false: the engine that
-is compared with and all workers share the GPUs."""
+"""Prefill and decode apart on GPUs, in processes over NIXL, of one GPU or two each, and within a process: the tokens of
+one engine, by the rule of margins, and pages that never pass through host memory. Run it with
+XLA_PYTHON_CLIENT_PREALLOCATE=false: the engine that is compared with and all workers share the GPUs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ env = { CUDA_VISIBLE_DEVICES = "0" }
 [[decode]]
 env = { CUDA_VISIBLE_DEVICES = "1" }
 """
+# Both processes have both GPUs, which take turns between them.
+OF_TWO_GPUS = "[[prefill]]\nmodel_parallel = 2\n[[decode]]\ndata_parallel = 2\n"
 DEPLOYMENTS = {
     "two processes": TWO_PROCESSES,
+    "processes of two GPUs": OF_TWO_GPUS,
     "one process, two GPUs": "[both]\n",
     "one process, one GPU": "[both]\nshare_device = true\n",
 }
@@ -120,4 +123,4 @@ def test_apart_on_gpus_draws_what_one_engine_draws(clusters: dict[str, Cluster],
     assert decode.status.num_prefill_calls == 0
     for process in made.processes.values():
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-        assert ("nixl" in maps) == (name == "two processes")
+        assert ("nixl" in maps) == ("processes" in name)
