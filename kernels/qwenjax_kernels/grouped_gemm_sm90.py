@@ -30,7 +30,7 @@ from qwenjax_kernels.tiles import WARPGROUP, Epilogue, Tile
 GATHER_WARPS = 2
 # wgmma truncates as it accumulates: 2.4e-6 of the norm over k = 2048. Float32 results sum segments of 512 instead.
 SEGMENT_K = 512
-# Named barriers of split_k: the exchange is free to write, its sums are all there.
+# Named barriers of split_k: the sums in the exchange have been read, they are all there.
 EXCHANGE_FREE, EXCHANGE_FULL = 1, 2
 Follows = Literal["groups", "rows"] | None
 
@@ -92,8 +92,8 @@ class GroupedGemmSm90:
         if self.k_units % tile.k_blocks:
             raise ValueError(f"{self.k_units} units of {self.unit_k} of k; {tile.k_blocks} blocks have unequal runs")
         self.run_units = self.k_units // tile.k_blocks  # of k that a block multiplies
-        if self.stages < max(2, self.turn_step):
-            raise ValueError(f"{tile} leaves room for {self.stages} stages")
+        if self.stages < max(2, self.turn_step) or self.stages % self.turn_step:
+            raise ValueError(f"{tile} has {self.stages} stages; 2 at least are needed, a multiple of {self.turn_step}")
 
     @cute.jit
     def wait_for(self, what: cutlass.Constexpr) -> None:
@@ -413,8 +413,6 @@ class GroupedGemmSm90:
         accumulators = [tiled_mma.make_fragment_C(shape) for _ in range(units)]
         operand = self.weight_operand(tiled_mma, thread, first_unit, shared_weights)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        if cutlass.const_expr(self.tile.split_k):
-            self.free_exchange(warpgroup_index)
 
         leads = Int32(lane == 0)
         turns = (self.run_units - first_turn + (self.turn_step - 1)) // self.turn_step
@@ -498,25 +496,23 @@ class GroupedGemmSm90:
         return stage + by - rounds * self.stages, phase ^ (rounds & 1)
 
     @cute.jit
-    def free_exchange(self, warpgroup_index: Int32) -> None:
-        """The first warpgroup lets the others write their sums."""
-        if warpgroup_index == 0:
-            cute.arch.barrier_arrive(barrier_id=EXCHANGE_FREE, number_of_threads=self.tile.warpgroups * WARPGROUP)
-
-    @cute.jit
     def add_sums(self, accumulators: Any, exchange: Int32, warpgroup_index: Int32, thread: Int32) -> None:
-        """Adds the accumulators of all warpgroups, in their order, to those of the first."""
+        """Adds the accumulators of all warpgroups, in their order, to those of the first.
+
+        All have multiplied the tile when one goes on to the next, where a stage may be another warpgroup's: see
+        `Tile.stages`.
+        """
         threads = self.tile.warpgroups * WARPGROUP
         size = cute.size(accumulators[0].shape)
         if warpgroup_index > 0:
             mine = exchange + (warpgroup_index - 1) * (self.tile.units * size * WARPGROUP * 4) + thread * 4
-            cute.arch.barrier(barrier_id=EXCHANGE_FREE, number_of_threads=threads)
             for unit in cutlass.range_constexpr(self.tile.units):
                 for four in cutlass.range_constexpr(size // 4):
                     for register in cutlass.range_constexpr(four * 4, four * 4 + 4):
                         place = (unit * size + register) * (WARPGROUP * 4)
                         device.store_shared_f32(mine + place, accumulators[unit][register])
             cute.arch.barrier_arrive(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=EXCHANGE_FREE, number_of_threads=threads)
         else:
             cute.arch.barrier(barrier_id=EXCHANGE_FULL, number_of_threads=threads)
             for other in cutlass.range_constexpr(self.tile.warpgroups - 1):
@@ -526,7 +522,7 @@ class GroupedGemmSm90:
                             place = ((other * self.tile.units + unit) * size + register) * (WARPGROUP * 4)
                             added = device.load_shared_f32(exchange + place + thread * 4)
                             accumulators[unit][register] = accumulators[unit][register] + added
-        self.free_exchange(warpgroup_index)
+            cute.arch.barrier_arrive(barrier_id=EXCHANGE_FREE, number_of_threads=threads)
 
     @cute.jit
     def add_blocks(

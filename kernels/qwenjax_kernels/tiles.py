@@ -52,13 +52,18 @@ class Tile:
     def stages(self, num_groups: int, unit_bytes: int, unit_k: int) -> int:
         """As many as fit beside the group tables: the more bytes in flight, the closer to the memory's rate.
 
+        With split_k a multiple of the warpgroups, so that a stage is always the same warpgroup's. One that has not
+        waited for a stage's last filling may not wait for the next: a barrier tells the parity of its phase alone, so
+        that while the last is still under way the wait for the next is over at once. Copies end in any order.
+
         unit_bytes: of 64 weight rows by the unit_k of a stage.
         """
         spare = (
             1024 + 8 * num_groups + 512 + self.exchange_bytes + self.inbox_bytes
         )  # alignment, the two tables, barriers
         budget = SHARED_BYTES - spare
-        return min(12, budget // (self.m_units * unit_bytes + self.rows * unit_k * 2))
+        stages = min(12, budget // (self.m_units * unit_bytes + self.rows * unit_k * 2))
+        return stages - stages % self.warpgroups if self.split_k else stages
 
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the producers and of the consumers.
