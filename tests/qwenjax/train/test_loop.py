@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,11 +83,15 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert plain[0] == plain[1]
 
 
+def learn(tokens: Path, folder: Path, optimizer: OptimizerSettings = LONG) -> ShardedModel:
+    return train_base(CONFIG, make_mesh(2, 1), data(tokens), [tokens], folder, optimizer, LOSSES, LONG_LOOP)
+
+
 @pytest.fixture(scope="module")
 def learned(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardedModel, Path]:
     """A base that knows the text, and the folder of its training."""
     folder = tmp_path_factory.mktemp("base")
-    return train_base(CONFIG, make_mesh(), data(tokens), [tokens], folder, LONG, LOSSES, LONG_LOOP), folder
+    return learn(tokens, folder), folder
 
 
 def test_training_learns_and_the_base_stays_as_it_was(
@@ -114,18 +119,21 @@ def test_warm_head_agrees_before_any_training(tokens: Path, learned: tuple[Shard
     assert read_log(tmp_path)[0]["agree_1"] > 0.3
 
 
-def test_run_of_other_settings_is_not_resumed(tokens: Path, tmp_path: Path) -> None:
-    run(tokens, tmp_path, "base")
+def test_run_of_other_settings_is_not_resumed(tokens: Path, learned: tuple[ShardedModel, Path]) -> None:
+    _, folder = learned
     with pytest.raises(ResumeError, match="optimizer"):
-        train_base(CONFIG, make_mesh(2, 1), data(tokens), [], tmp_path, replace(OPTIMIZER, steps=9), LOSSES, LOOP)
+        learn(tokens, folder, replace(LONG, steps=9))
 
 
-def test_half_a_line_left_by_a_kill_does_not_hurt(tokens: Path, tmp_path: Path) -> None:
-    run(tokens, tmp_path, "base")
-    with (tmp_path / loop_module.LOG_NAME).open("a") as file:
-        file.write('{"step": 6, "lo')
-    run(tokens, tmp_path, "base")
-    assert read_log(tmp_path)[-1]["step"] == 5
+def test_half_a_line_left_by_a_kill_does_not_hurt(
+    tokens: Path, learned: tuple[ShardedModel, Path], tmp_path: Path
+) -> None:
+    _, folder = learned
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with (copy / loop_module.LOG_NAME).open("a") as file:
+        file.write('{"step": 60, "lo')
+    learn(tokens, copy)
+    assert read_log(copy) == read_log(folder)
 
 
 def test_batch_must_divide_over_the_data_ranks(tokens: Path, tmp_path: Path) -> None:
