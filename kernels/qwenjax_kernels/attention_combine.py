@@ -7,7 +7,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from qwenjax_kernels import device, vectors, warp_mma
 from qwenjax_kernels.attention_splits import TILE_KEYS, WARP
@@ -95,6 +95,10 @@ class AttentionCombine:
             place = stats + (first + Int64(lane) * self.rows) * 8
             top = device.load_global_f32(place, read_only=False)
             total = device.load_global_f32(place + 4, read_only=False)
+        holds = lane * WIDTH < self.head_dim
+        source = partial + (first * self.head_dim + Int64(lane * WIDTH)) * 4
+        loaded = cute.make_rmem_tensor((TURN * WIDTH,), Uint32)
+        self.load_turn(source, Int32(0), splits, holds, loaded)  # on its way while the weights are found
         highest = top
         for distance in (1, 2, 4, 8, 16):
             highest = warp_mma.maximum(highest, cute.arch.shuffle_sync_bfly(highest, distance))
@@ -104,23 +108,27 @@ class AttentionCombine:
             total = total + cute.arch.shuffle_sync_bfly(total, distance)
         inverse = Float32(1.0) / total if total > 0.0 else Float32(1.0)
 
-        holds = lane * WIDTH < self.head_dim
         sums = cute.make_rmem_tensor((WIDTH,), Float32)
         sums.fill(0.0)
-        source = partial + (first * self.head_dim + Int64(lane * WIDTH)) * 4
         for turn in cutlass.range((splits + (TURN - 1)) // TURN, unroll=1):
-            loaded = []
-            for i in cutlass.range_constexpr(TURN):
-                split = turn * TURN + i
-                address = source + Int64(split) * (self.rows * self.head_dim * 4)
-                there = Int32(holds and split < splits)
-                loaded.append(device.load_global_v4_or_zeros_if(there, address, read_only=False))
+            if turn > 0:
+                self.load_turn(source, turn, splits, holds, loaded)
             for i in cutlass.range_constexpr(TURN):
                 factor = cute.arch.shuffle_sync(weight, turn * TURN + i)
-                added = vectors.floats(list(loaded[i]), Float32)
+                added = vectors.floats([loaded[i * WIDTH + element] for element in range(WIDTH)], Float32)
                 for element in cutlass.range_constexpr(WIDTH):
                     sums[element] = sums[element] + added[element] * factor
         words = vectors.words_of([sums[element] * inverse for element in range(WIDTH)], self.dtype)
         if holds:
             target = out + (Int64(result) * self.head_dim + Int64(lane * WIDTH)) * 2
             device.store_global_v2(target, words[0], words[1])
+
+    @cute.jit
+    def load_turn(self, source: Int64, turn: Int32, splits: Int32, holds: Boolean, loaded: cute.Tensor) -> None:
+        """The lane's elements of TURN splits; zeros past the last."""
+        for i in cutlass.range_constexpr(TURN):
+            split = turn * TURN + i
+            address = source + Int64(split) * (self.rows * self.head_dim * 4)
+            words = device.load_global_v4_or_zeros_if(Int32(holds and split < splits), address, read_only=False)
+            for element in cutlass.range_constexpr(WIDTH):
+                loaded[i * WIDTH + element] = words[element]

@@ -36,6 +36,7 @@ from qwenjax_kernels.attention_work import AttentionWork
 
 PRODUCERS = PRODUCER_WARPS * WARP
 MASKED = -1e30  # far below any score, and finite: a row of padding has no key at all and must not become NaN
+STEP_KEYS = 32  # that a warp takes at once, at most: with 64, registers spill
 EXCHANGE = 1  # named barriers, one for each tile of rows from here on
 
 
@@ -84,7 +85,9 @@ class PagedAttention:
         self.halves = 1 if self.rows <= MMA_ROWS // 2 else 2  # of a row tile that hold rows
         self.key_warps = attention_splits.key_warps(self.rows)
         self.warp_keys = TILE_KEYS // self.key_warps
+        self.step_keys = min(self.warp_keys, STEP_KEYS)
         self.consumers = self.row_tiles * self.key_warps
+        self.active = -(-self.rows // MMA_ROWS) * self.key_warps  # consumers whose row tiles hold rows
         self.row_bytes = head_dim * 2
         self.tile_bytes = TILE_KEYS * self.row_bytes
         self.stages = attention_splits.stages(self.rows, head_dim, batch)
@@ -165,15 +168,15 @@ class PagedAttention:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + stage, PRODUCERS)
-                    cute.arch.mbarrier_init(empty + stage, self.consumers)
+                    cute.arch.mbarrier_init(empty + stage, self.active)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the second kernel's blocks wait beside these
 
-        start, stop = self.work.share(block, self.num_blocks, tile_end, lane)
         if warp < PRODUCER_WARPS:
             if cutlass.const_expr(self.consumers == CONSUMER_WARPS):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            start, stop = self.work.share(block, self.num_blocks, tile_end, lane)
             first_page = Int64(layer[0]) * self.num_pages
             self.copy_splits(
                 k_cache.iterator.toint(),
@@ -193,23 +196,25 @@ class PagedAttention:
         else:
             if cutlass.const_expr(self.consumers == CONSUMER_WARPS):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply_splits(
-                q.iterator.toint(),
-                positions.iterator.toint(),
-                partial.iterator.toint(),
-                stats.iterator.toint(),
-                tiles,
-                exchange,
-                warp_stats,
-                full,
-                empty,
-                tile_end,
-                lengths,
-                start,
-                stop,
-                warp - PRODUCER_WARPS,
-                lane,
-            )
+            if warp < PRODUCER_WARPS + self.active:
+                start, stop = self.work.share(block, self.num_blocks, tile_end, lane)
+                self.multiply_splits(
+                    q.iterator.toint(),
+                    positions.iterator.toint(),
+                    partial.iterator.toint(),
+                    stats.iterator.toint(),
+                    tiles,
+                    exchange,
+                    warp_stats,
+                    full,
+                    empty,
+                    tile_end,
+                    lengths,
+                    start,
+                    stop,
+                    warp - PRODUCER_WARPS,
+                    lane,
+                )
 
     @cute.jit
     def copy_splits(
@@ -238,23 +243,28 @@ class PagedAttention:
         target = tiles + row * self.row_bytes + ((thread % row_lanes) ^ (row % 8)) * 16
         block_bytes = self.page_size * self.row_bytes  # of a page and kv head
         piece_keys = min(self.page_size, TILE_KEYS)  # of a tile that lie in one page
+        tile_pieces = TILE_KEYS // piece_keys
+        page_tiles = WARP // tile_pieces  # whose pages the lanes of a warp look up together: one wait, not one a tile
         stage = Int32(0)
         phase = Int32(1)
         while start < stop:
             sequence, head, _, first, count, length = self.work.locate(start, tile_end, lengths, lane)
             table = page_table + Int64(sequence) * (self.max_pages * 4)
+            pages = Int32(0)
             for tile in cutlass.range(count, unroll=1):
                 first_key = (first + tile) * TILE_KEYS
+                if tile % page_tiles == 0:
+                    key = first_key + lane * piece_keys
+                    pages = Int32(0)  # one a lane; a page of the table past the sequence's end means nothing
+                    if key < length:
+                        pages = device.load_global(table + Int64(key // self.page_size) * 4)
                 pieces = []
-                for piece in cutlass.range_constexpr(TILE_KEYS // piece_keys):
+                for piece in cutlass.range_constexpr(tile_pieces):
                     key = first_key + piece * piece_keys
-                    there = length - 1 - key
-                    page = Int32(0)
-                    # A page of the table past the sequence's end means nothing; the first of a tile never is.
-                    if piece == 0 or there >= 0:
-                        page = device.load_global(table + Int64(key // self.page_size) * 4)
+                    page = cute.arch.shuffle_sync(pages, tile % page_tiles * tile_pieces + piece)
                     source = ((first_page + Int64(page)) * self.kv_heads + Int64(head)) * block_bytes
-                    pieces.append((source + Int64(key % self.page_size * self.row_bytes + thread * 16), there))
+                    source += Int64(key % self.page_size * self.row_bytes + thread * 16)
+                    pieces.append((source, length - 1 - key))
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 here = target + stage * (2 * self.tile_bytes)
                 for tensor in cutlass.range_constexpr(2):
@@ -329,13 +339,21 @@ class PagedAttention:
                 tops[half] = Float32(MASKED)
                 totals[half] = Float32(0.0)
             sums.fill(0.0)
-            for tile in cutlass.range(count, unroll=1):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                first_key = (first + tile) * TILE_KEYS + key_warp * self.warp_keys
-                here = tiles + stage * (2 * self.tile_bytes) + key_warp * (self.warp_keys * self.row_bytes)
-                self.add_keys(queries, sums, tops, totals, newest, here, first_key + lane % 4 * 2, length, lane)
-                device.arrive_if((empty + stage).toint(), Int32(lane == 0))
-                stage, phase = self.advance(stage, phase)
+            # Tiles of which every row of the warp sees every key need no masks.
+            lowest = cutlass.min(newest[0], newest[1])
+            for distance in (4, 8, 16):
+                lowest = cutlass.min(lowest, cute.arch.shuffle_sync_bfly(lowest, distance))
+            plain = cutlass.min(cutlass.max((lowest + 1) // TILE_KEYS - first, Int32(0)), count)
+            for masked in cutlass.range_constexpr(2):
+                for tile in cutlass.range(plain if masked else Int32(0), count if masked else plain, unroll=1):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                    for step in cutlass.range_constexpr(self.warp_keys // self.step_keys):
+                        key = key_warp * self.warp_keys + step * self.step_keys  # of the tile
+                        here = tiles + stage * (2 * self.tile_bytes) + key * self.row_bytes
+                        key = (first + tile) * TILE_KEYS + key + lane % 4 * 2
+                        self.add_keys(queries, sums, tops, totals, newest, here, key, length, masked, lane)
+                    device.arrive_if((empty + stage).toint(), Int32(lane == 0))
+                    stage, phase = self.advance(stage, phase)
             for half in cutlass.range_constexpr(self.halves):
                 totals[half] = warp_mma.row_sum(totals[half])
             item = (Int64(sequence) * self.kv_heads + Int64(head)) * self.splits.max_splits + Int64(split)
@@ -364,41 +382,44 @@ class PagedAttention:
         tile: Int32,
         key: Int32,
         length: Int32,
+        masked: cutlass.Constexpr,
         lane: Int32,
     ) -> None:
-        """Adds a warp's keys of a tile. `tile`: address of the first of them; `key`: the first that the lane holds."""
+        """Adds step_keys of a warp's keys. `tile`: address of the first; `key`: position of the lane's first.
+
+        All loads of a step come before its products: one after the other, their latencies would add up.
+        """
         factor = self.head_dim**-0.5 * math.log2(math.e)
-        blocks = self.warp_keys // 8
-        # Row of the lane's matrix, its chunk XORed: chunks of later loads are XORed into it.
-        key_line = tile + lane % 8 * self.row_bytes
-        key_swizzle = ((lane // 8) ^ (lane % 8)) * 16
-        value_line = tile + self.tile_bytes + lane % 16 * self.row_bytes
-        value_swizzle = ((lane // 16) ^ (lane % 8)) * 16
+        blocks = self.step_keys // 8
         scores = []
-        for block in cutlass.range_constexpr(blocks):
-            products = [Float32(0.0) for _ in range(4)]
-            for part in cutlass.range_constexpr(self.head_dim // 32):
-                words = warp_mma.load_matrices(key_line + (key_swizzle ^ (part * 64)) + block * (8 * self.row_bytes))
-                for step in cutlass.range_constexpr(2):
-                    a = [queries[(part * 2 + step) * 4 + i] for i in range(4)]
-                    products = warp_mma.multiply(products, a, words[step * 2 : step * 2 + 2], self.dtype)
-            scores.append(products)
+        for step in cutlass.range_constexpr(blocks // 2):
+            words = [self.load_keys(tile, step * 2 + block, lane) for block in range(2)]
+            if cutlass.const_expr(blocks == 2):  # with more, registers would spill
+                values = self.load_values(tile, 0, lane)
+            for block in cutlass.range_constexpr(2):
+                chains = [[Float32(0.0) for _ in range(4)] for _ in range(2)]  # of products that wait for one another
+                for part in cutlass.range_constexpr(self.head_dim // 16):
+                    a = [queries[part * 4 + i] for i in range(4)]
+                    b = words[block][part * 2 : part * 2 + 2]
+                    chains[part % 2] = warp_mma.multiply(chains[part % 2], a, b, self.dtype)
+                scores.append([x + y for x, y in zip(*chains, strict=True)])
         packed = []
         for half in cutlass.range_constexpr(self.halves):
-            visible = [newest[half] - key - block * 8 - i for block in range(blocks) for i in range(2)]
-            masked = []
+            shown = []
             top = tops[half]
             for index in cutlass.range_constexpr(2 * blocks):
                 score = scores[index // 2][half * 2 + index % 2] * Float32(factor)
-                score = score if visible[index] >= 0 else Float32(MASKED)
-                masked.append(score)
+                if cutlass.const_expr(masked):
+                    score = score if key + (index // 2 * 8 + index % 2) <= newest[half] else Float32(MASKED)
+                shown.append(score)
                 top = warp_mma.maximum(top, score)
             top = warp_mma.row_maximum(top)
             weights = []
             total = Float32(0.0)
             for index in cutlass.range_constexpr(2 * blocks):
-                weight = warp_mma.exp2(masked[index] - top)
-                weight = weight if visible[index] >= 0 else Float32(0.0)
+                weight = warp_mma.exp2(shown[index] - top)
+                if cutlass.const_expr(masked):
+                    weight = weight if key + (index // 2 * 8 + index % 2) <= newest[half] else Float32(0.0)
                 total = total + weight
                 weights.append(weight)
             scale = warp_mma.exp2(tops[half] - top)
@@ -408,23 +429,42 @@ class PagedAttention:
                 for i in cutlass.range_constexpr(2):
                     sums[column * 4 + half * 2 + i] = sums[column * 4 + half * 2 + i] * scale
             packed.append(vectors.words_of(weights, self.dtype))
-        for step in cutlass.range_constexpr(self.warp_keys // 16):
+        for step in cutlass.range_constexpr(blocks // 2):
             a = []
             for block in cutlass.range_constexpr(2):
                 for half in cutlass.range_constexpr(2):
                     a.append(packed[half][step * 2 + block] if half < self.halves else Uint32(0))
-            # Values past the end get no weight, but 0 * NaN is NaN.
-            masks = [self.mask(length - key - step * 16 - block * 8) for block in range(2)]
-            for pair in cutlass.range_constexpr(self.head_dim // 16):
-                words = warp_mma.load_matrices(
-                    value_line + (value_swizzle ^ (pair * 32)) + step * (16 * self.row_bytes), transposed=True
-                )
-                for column in cutlass.range_constexpr(2):
-                    b = [words[column * 2 + block] & masks[block] for block in range(2)]
-                    place = (pair * 2 + column) * 4
-                    products = warp_mma.multiply([sums[place + i] for i in range(4)], a, b, self.dtype)
-                    for i in cutlass.range_constexpr(4):
-                        sums[place + i] = products[i]
+            words = values if blocks == 2 else self.load_values(tile, step, lane)
+            if cutlass.const_expr(masked):
+                # Values past the end get no weight, but 0 * NaN is NaN.
+                masks = [self.mask(length - key - step * 16 - block * 8) for block in range(2)]
+                words = [word & masks[index % 2] for index, word in enumerate(words)]
+            for column in cutlass.range_constexpr(self.head_dim // 8):
+                place = column * 4
+                b = words[column * 2 : column * 2 + 2]
+                products = warp_mma.multiply([sums[place + i] for i in range(4)], a, b, self.dtype)
+                for i in cutlass.range_constexpr(4):
+                    sums[place + i] = products[i]
+
+    @cute.jit
+    def load_keys(self, tile: Int32, block: cutlass.Constexpr, lane: Int32) -> list[Uint32]:
+        """Eight keys as B operands: two words for each 16 of head_dim."""
+        line = tile + (block * 8 + lane % 8) * self.row_bytes
+        chunk = ((lane // 8) ^ (lane % 8)) * 16
+        words = []
+        for part in cutlass.range_constexpr(self.head_dim // 32):
+            words += warp_mma.load_matrices(line + (chunk ^ (part * 64)))
+        return words
+
+    @cute.jit
+    def load_values(self, tile: Int32, step: cutlass.Constexpr, lane: Int32) -> list[Uint32]:
+        """Sixteen values as B operands: two words for each 8 of head_dim."""
+        line = tile + self.tile_bytes + (step * 16 + lane % 16) * self.row_bytes
+        chunk = ((lane // 16) ^ (lane % 8)) * 16
+        words = []
+        for pair in cutlass.range_constexpr(self.head_dim // 16):
+            words += warp_mma.load_matrices(line + (chunk ^ (pair * 32)), transposed=True)
+        return words
 
     @cute.jit
     def mask(self, count: Int32) -> Uint32:
