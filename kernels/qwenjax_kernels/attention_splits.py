@@ -40,9 +40,10 @@ def choose_splits(pairs: int) -> Splits:
     """For so many pairs of a sequence and a kv head.
 
     Small splits spread the keys of a few pairs over the multiprocessors; larger and fewer ones cost less to add up, and
-    less memory: 4 bytes an element of the sums of each of max_splits.
+    less memory: 4 bytes an element of the sums of each of max_splits. Chosen from times at 2,048 keys, of sequences of
+    one length and of many (bench/results/paged_attention.md).
     """
-    min_tiles = 4 if pairs <= 32 else 8 if pairs <= 64 else 16
+    min_tiles = 2 if pairs <= 4 else 4 if pairs <= 8 else 8 if pairs <= 64 else 16 if pairs <= 512 else 32
     return Splits(min_tiles, max_splits=max(8, min(32, 4096 // pairs)))
 
 
