@@ -49,13 +49,13 @@ def abstract(shapes: str, data: int, model: int) -> ShardedModel:
 
 
 @pytest.fixture(scope="module")
-def four_layers() -> ShardedModel:
-    """Of Qwen3-30B-A3B's shapes, with a head."""
+def large() -> ShardedModel:
+    """Qwen3-30B-A3B's shapes, with a head."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "bench")
         from random_weights import random_weights
     config = ModelConfig.from_folder(ROOT / "configs" / "qwen3-30b-a3b")
-    return random_weights(replace(config, num_hidden_layers=4, mtp_num_hidden_layers=1), jnp.bfloat16, "mxfp8")
+    return random_weights(replace(config, mtp_num_hidden_layers=1), jnp.bfloat16, "mxfp8")
 
 
 @jax.jit
@@ -72,22 +72,21 @@ def bits_of(values: Any) -> list[jax.Array]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "drafts"), [(1, 0), (16, 1), (40, 0), (64, 0), (64, 1), (256, 0)])
-def test_a_decode_call_gives_the_same_bits_every_time(
-    bench: Any, four_layers: ShardedModel, batch: int, drafts: int
-) -> None:
-    """What a kernel reads too early differs from call to call: seen once in 4,000 launches, in no test of values."""
+def test_a_decode_call_gives_the_same_bits_every_time(bench: Any, large: ShardedModel, batch: int, drafts: int) -> None:
+    """What a kernel reads too early differs from call to call: with a fault that no test of values saw, 6 to 19 of 125
+    calls of 64 sequences did, of 8 steps of 48 layers each."""
     config = bench.engine_config(batch, 256, num_speculative_tokens=drafts, speculation_max_batch=batch)
-    program = bench.traced(four_layers, config, ("greedy", (batch, drafts))).lower().compile()
-    slots, table = bench.filled_slots(four_layers, config, 136), bench.decode_call(four_layers, config)
+    program = bench.traced(large, config, ("greedy", (batch, drafts))).lower().compile()
+    slots, table = bench.filled_slots(large, config, 136), bench.decode_call(large, config)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), slots.cache)
     slots = replace(slots, cache=jax.device_put(cache, jax.tree.map(lambda x: x.sharding, slots.cache)))
 
     def call() -> list[int]:
-        after, drawn = program(four_layers.state, jax.tree.map(jnp.copy, slots), table)
+        after, drawn = program(large.state, jax.tree.map(jnp.copy, slots), table)
         return [int(value) for value in jax.device_get(bits_of((after.cache, after.lengths, drawn.tokens)))]
 
     first = call()
-    assert sum(call() != first for _ in range(400)) == 0
+    assert sum(call() != first for _ in range(125)) == 0
 
 
 @pytest.mark.parametrize(("batch", "milliseconds"), [(1, 0.85), (64, 10.2), (256, 19.3)])

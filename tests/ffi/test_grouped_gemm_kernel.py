@@ -403,44 +403,6 @@ def test_a_thousand_calls_repeat_to_the_bit_without_command_buffers() -> None:
     np.testing.assert_array_equal(result, np.load(io.BytesIO(run.stdout)))
 
 
-def count_changes(call: Callable[[jax.Array], jax.Array], layers: int, rounds: int) -> int:
-    """How many of so many rounds of calls, of each layer in turn, give other bits than the first round's."""
-
-    def as_bits(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x, jnp.uint16)
-
-    @jax.jit
-    def run() -> jax.Array:
-        first = jnp.stack([as_bits(call(jnp.int32(layer))) for layer in range(layers)])
-
-        def compare(i: jax.Array, changes: jax.Array) -> jax.Array:
-            turn = (i + jnp.arange(layers)) % layers  # of i, so that no call is taken out of the loop
-            found = jnp.stack([as_bits(call(layer)) for layer in turn])
-            return changes + jnp.any(found != first[turn], axis=(1, 2)).sum(dtype=jnp.int32)
-
-        return jax.lax.fori_loop(0, rounds, compare, jnp.int32(0))
-
-    return int(run())
-
-
-@pytest.mark.parametrize(
-    ("rows", "k", "out"),
-    [(1, 4096, 2048), (16, 4096, 2048), (24, 4096, 2048), (64, 4096, 2048), (64, 2048, 5120), (128, 4096, 2048)],
-)
-def test_matrices_from_memory_give_the_same_bits_every_time(rows: int, k: int, out: int) -> None:
-    # From memory, since copies from the L2 end in order: one of some thousand calls with 64 rows was wrong.
-    layers = 24
-    weight, x = pack(random_weight(26, (layers, out, k))), rows_of(27, rows, k)
-    assert count_changes(lambda layer: kernels.side_by_side(x, [weight], layer), layers, 1000) == 0
-
-
-def test_experts_whose_k_falls_unevenly_to_warpgroups_give_the_same_bits_every_time() -> None:
-    layers, groups, k, out = 4, 128, 768, 2048  # six units of k, in turn to four warpgroups, and 31 tiles a block
-    weight, h, factors = pack(random_weight(28, (layers, groups, out, k))), rows_of(29, groups, k), jnp.ones(groups)
-    sizes, tile = jnp.ones(groups, jnp.int32), Tile(8, 4, split_k=True)
-    assert count_changes(lambda layer: kernels.moe_down(h, sizes, weight, factors, layer, tile=tile), layers, 500) == 0
-
-
 @pytest.mark.parametrize("order", ["plain", "gate_up"])
 def test_available_here(order: RowOrder) -> None:
     weight = pack(random_weight(21, (2, 64, 128)), order)
