@@ -253,11 +253,12 @@ def _problem(
     layers: int,
     tile: Tile | None,
 ) -> Problem:
+    width = sum(widths)
+    row_units, k_units = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
     if tile is None:
-        width = sum(widths)
-        units = fragments.units(2 * (-(-width // 32) * 32) if epilogue == "swiglu" else width, k)
-        tile = choose_tile(rows, num_groups, *units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS)
-    row_units, _ = fragments.units(sum(widths), k)
+        tile = choose_tile(
+            rows, num_groups, row_units, k_units, mxfp8=is_packed, float32_out=float32_out, num_sms=H200_SMS
+        )
     blocks = -(-rows // tile.rows) * -(-row_units // tile.m_units) * tile.k_blocks
     if tile.k_blocks > 1 and (num_groups > 1 or blocks > H200_SMS):
         raise ValueError(

@@ -27,7 +27,7 @@ class AddRmsNorm:
     Shapes: residual, total and normed bf16 [tokens, features], features a multiple of 8; x alike, or with top_k rows
     [rows, features] of which token_rows, int32 [tokens, top_k], names each token's, -1 for none; weight bf16 [layers,
     features]; layer int32 [1]. Rounded where qwenjax_ffi.norm.add_rms_norm rounds, and the sum of rows before.
-    follows: the kernel that makes x may still run at the launch.
+    follows: the kernel that makes x may still run at the launch; those that make residual and token_rows may not.
     """
 
     def __init__(

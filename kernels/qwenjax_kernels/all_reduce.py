@@ -88,6 +88,8 @@ class AllReduce:
             if self.row_vectors * VECTOR > TILE_BYTES:
                 raise ValueError(f"a row of {row} elements; at most {TILE_BYTES // self.width} fit a tile")
             self.teams = teams or self.choose_teams()
+            if self.teams not in (1, 2, 4, TEAMS):
+                raise ValueError(f"{teams} teams a block; 1, 2, 4 or {TEAMS} have rings and signals in the heap")
             if self.row_vectors * VECTOR > TILE_BYTES // self.teams:
                 raise ValueError(f"a row of {row} elements does not fit the tile of one of {self.teams} teams")
             self.tile_vectors = self.even_tile(THREADS // self.teams, TILE_BYTES // self.teams // VECTOR)

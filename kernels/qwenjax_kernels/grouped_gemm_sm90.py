@@ -43,7 +43,8 @@ class GroupedGemmSm90:
     [rows] or None; layer int32 [1] or None; out bf16 or float32 [rows, width].
 
     follows: what the kernel before this one makes, which may still run when this one starts: "groups", all that says
-    which rows are whose; "rows", x; None, nothing.
+    which rows are whose; "rows", x; None, nothing. All else is read without waiting: with "rows", group_sizes and
+    row_weight must have been complete before the kernel that makes x let this one start.
 
     A subclass sets `unit_k`, what a stage holds of k, 64 or 128; `unit_bytes`, of 64 weight rows by unit_k in shared
     memory; `operand_source`, where wgmma finds them; and `halves_are_neighbours`, whether fragment rows g and g + 8 of

@@ -92,7 +92,7 @@ class SumRows:
         tile: Tile | None = None,
         follows: bool = False,
     ) -> None:
-        """follows: the kernel that makes the rows may still run at the launch."""
+        """follows: the kernel that makes rows may still run at the launch; the one that makes token_rows may not."""
         if features % PER_VECTOR:
             raise ValueError(f"rows of {features} features; the kernel takes multiples of {PER_VECTOR}")
         if not 1 <= top_k <= MAX_TOP_K:

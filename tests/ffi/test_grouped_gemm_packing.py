@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -170,6 +171,17 @@ def test_wrong_arguments_are_refused_at_trace_time(changes: dict[str, Any], mess
     dtype = values.pop("out_dtype")
     with pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(lambda kw: grouped_gemm_kernel.grouped_gemm(**kw, out_dtype=dtype), values)
+
+
+def test_more_tiles_than_clusters_share_are_refused() -> None:
+    # Gate and up: 160 units of 64 rows, 80 tiles, of which 66 clusters would have two.
+    w13 = jax.eval_shape(lambda: empty_packed((1, 2 * 5120, 256), "gate_up"))
+    x, sizes, rows = (
+        jax.ShapeDtypeStruct(*like) for like in (((8, 256), jnp.bfloat16), ((1,), jnp.int32), ((8,), jnp.int32))
+    )
+    call = functools.partial(grouped_gemm_kernel.moe_gate_up, tile=Tile(8, 2, k_blocks=2))
+    with pytest.raises(ValueError, match="takes 160 blocks; where blocks share k, a cluster has one tile at most"):
+        jax.eval_shape(call, x, rows, sizes, w13)
 
 
 def test_unavailable_says_why() -> None:

@@ -115,6 +115,7 @@ def arguments_of(**changes: Any) -> dict[str, Any]:
         ({"row": 12, "elements": 24}, "rows must be whole vectors of 16 bytes"),
         ({"row": 65536, "elements": 65536}, "at most 32768 fit a tile"),
         ({"max_blocks": 129}, "room for 1 to 128"),
+        ({"teams": 16}, "16 teams a block; 1, 2, 4 or 8"),
         ({"top_k": 8, "features": 512, "algorithm": "one_shot"}, "rows are added up by two_shot alone"),
         ({"top_k": 8, "features": 4}, "rows are added up by two_shot alone, in BFloat16 and multiples of 8"),
         ({"top_k": 33, "features": 512}, "at most 32 rows"),

@@ -54,6 +54,8 @@ def first_wrong_read(
         if issued < units * tiles and freed[issued % stages] >= issued // stages:
             moves.append(("issue", issued))
         for w in range(warpgroups):
+            if not of_tile[w]:
+                continue
             tile, index = divmod(taken[w], of_tile[w])
             if tile == tiles or (meet and any(taken[o] < tile * of_tile[o] for o in range(warpgroups))):
                 continue
@@ -86,7 +88,7 @@ def test_a_warpgroup_takes_no_unit_of_k_before_it_is_there(tile: Tile, form: str
     _, kernel = FORMS[form]
     stages = tile.stages(groups, kernel.unit_bytes, kernel.unit_k)
     for seed in range(30):
-        for units in (6, 16, 31):
+        for units in (1, 6, 16, 31):
             assert first_wrong_read(stages, tile.warpgroups, units, 3, seed) is None
 
 
