@@ -467,6 +467,11 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="*", default=[2048, 8192], help="prefill calls; none: no prefill")
     parser.add_argument("--record", metavar="NAME", help="write the output to bench/results/NAME too")
     arguments = parser.parse_args()
+    of_ids = {"dump", "expected"}
+    others = vars(arguments).keys() - {"what", "record"} - of_ids if arguments.what == "ids" else of_ids
+    given = sorted(name for name in others if getattr(arguments, name) != parser.get_default(name))
+    if given:
+        parser.error(f"--{given[0]} has no effect with {arguments.what}")
     if arguments.dump:
         print(json.dumps(greedy_outputs("float32")))
         return

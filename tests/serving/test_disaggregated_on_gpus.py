@@ -94,12 +94,14 @@ def check_drawn(name: str, results: list[RequestOutput], wanted: list[RequestOut
     parted = sorted(margin for margin in found if margin is not None)
     assert all(margin < TOLERANCE for margin in parted)
     assert len(parted) < len(results) // 2
-    shares = acceptance(results), acceptance(wanted)
+    # Of equal texts: those that part accept others. Of 15 texts 4 parted with workers of two GPUs each, 0.728 and 0.673
+    # of all drafts.
+    equal = [place for place, margin in enumerate(found) if margin is None]
+    shares = tuple(acceptance(outputs[place] for place in equal) for outputs in (results, wanted))
     accepted = " and ".join(", ".join(f"{share:.3f}" for share in one) for one in shares)
     print(f"\n{name}: {len(results)} prompts, {len(parted)} part (by {parted} nats); drafts accepted {accepted}")
-    # A step may round a draft's logits in another way, and texts that part accept others: of workers of two GPUs
-    # each 4 of 15 did, 0.728 against 0.673. Of a head without its keys next to nothing is accepted.
-    np.testing.assert_allclose(*shares, atol=0.1)
+    # A step may round a draft's logits in another way; of a head without its keys next to nothing is accepted.
+    np.testing.assert_allclose(*shares, atol=0.05)
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
